@@ -140,6 +140,14 @@ def c_of(lane, i):
     return (lane >> 2) + (0 if i < 2 else 8), (lane % 4) * 2 + (i & 1)
 
 
+def a_of_tf32(lane, i):  # figure "MMA .m16n8k8 fragment layout for matrix A with .tf32 type"
+    return (lane >> 2) + (0 if i in (0, 2) else 8), lane % 4 + (0 if i < 2 else 4)
+
+
+def b_of_tf32(lane, i):
+    return lane % 4 + 4 * i, lane >> 2
+
+
 def a_of_k32(lane, i):  # figure "MMA .m16n8k32 fragment layout for matrix A with .u8 / .s8 type"
     group, thread = lane >> 2, lane % 4
     row = group if 0 <= i < 4 or 8 <= i < 12 else group + 8
@@ -154,10 +162,11 @@ def b_of_k32(lane, i):
 def test_mma_of_16_bit_floats_multiplies_by_the_tables_of_the_isa(dtype):
     generator = torch.Generator().manual_seed(0)
     a, b, c = (torch.randint(-9, 10, shape, generator=generator).float() for shape in ((16, 16), (16, 8), (16, 8)))
-    d = torch.zeros(32, 4)
+    d, alone = torch.zeros(32, 4), torch.zeros(32, 4)
     inputs = fragments(a.to(dtype), a_of_k16, 4, 2), fragments(b.to(dtype), b_of_k16, 2, 2)
-    probe("mma", *inputs, fragments(c, c_of, 4, 1).view(torch.float32), d, **bfloat(dtype))
+    probe("mma", *inputs, fragments(c, c_of, 4, 1).view(torch.float32), d, alone, **bfloat(dtype))
     assert torch.equal(d.view(torch.int32), fragments(a @ b + c, c_of, 4, 1))
+    assert torch.equal(alone.view(torch.int32), fragments(a @ b, c_of, 4, 1))
 
 
 def test_mma_cuts_what_float32_cannot_hold():
@@ -166,7 +175,7 @@ def test_mma_cuts_what_float32_cannot_hold():
     a[:, 1], b[1] = 1.0, 0.75
     d = torch.zeros(32, 4)
     inputs = fragments(a.half(), a_of_k16, 4, 2), fragments(b.half(), b_of_k16, 2, 2)
-    probe("mma", *inputs, fragments(c, c_of, 4, 1).view(torch.float32), d)
+    probe("mma", *inputs, fragments(c, c_of, 4, 1).view(torch.float32), d, torch.zeros(32, 4))
     assert (d == 2.0**24).all()  # 2^24 + 1.75 would round to 2^24 + 2
 
 
@@ -178,6 +187,16 @@ def test_mma_of_bytes_multiplies_by_the_tables_of_the_isa():
     d = torch.zeros(32, 4, dtype=torch.int32)
     probe("mma_int8", fragments(a, a_of_k32, 4, 4), fragments(b, b_of_k32, 2, 4), fragments(c, c_of, 4, 1), d)
     assert torch.equal(d, fragments(a.int() @ b.int() + c, c_of, 4, 1))
+
+
+def test_mma_of_tf32_takes_ten_bits_of_a_mantissa_by_the_tables_of_the_isa():
+    generator = torch.Generator().manual_seed(0)
+    shapes = (16, 8), (8, 8), (16, 8)
+    a, b, c = (torch.randint(1024, 1400, shape, generator=generator).float() for shape in shapes)
+    d = torch.zeros(32, 4)
+    inputs = fragments(a + 0.75, a_of_tf32, 4, 1), fragments(b, b_of_tf32, 2, 1), fragments(c, c_of, 4, 1)
+    probe("mma_tf32", *(words.view(torch.float32) for words in inputs), d)
+    assert torch.equal(d.view(torch.int32), fragments((a.double() @ b.double() + c).float(), c_of, 4, 1))
 
 
 def test_ldmatrix_gives_each_lane_two_neighbours_of_a_row():

@@ -33,11 +33,14 @@ def test_sums_over_batches_never_wait_for_a_gpu(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_of_16_bits_are_summed_in_float32_by_one_product(dtype, monkeypatch):
-    rows, total, asked, mm = torch.empty(64, 32, dtype=dtype, device=GPU), torch.empty(32, 32, device=GPU), [], torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *args, out_dtype: asked.append(out_dtype) or mm(*args))
+def test_products_of_16_bits_are_added_up_in_float32_in_place(dtype, monkeypatch):
+    rows, total, asked = torch.empty(64, 32, dtype=dtype, device=GPU), torch.empty(32, 32, device=GPU), []
+    monkeypatch.setattr(torch, "addmm", lambda *args, **options: asked.append((args, options)))
     add_products(total, rows, rows)
-    assert asked == [torch.float32]
+    (((added, left, right), options),) = asked
+    assert added is options["out"] is total
+    assert options["out_dtype"] == torch.float32
+    assert (left.shape, left.dtype, right.dtype) == ((32, 64), dtype, dtype)
 
 
 def test_tokens_that_are_not_finite_count_for_nothing(monkeypatch):

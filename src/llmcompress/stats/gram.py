@@ -151,7 +151,7 @@ def symmetric_mean(total: Tensor, count: float) -> Tensor:
 def add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left^T right of rows as `products_of` gives them, in place."""
     if left.is_cuda and left.dtype != torch.float32:
-        total += torch.mm(left.T, right, out_dtype=torch.float32)
+        torch.addmm(total, left.T, right, out_dtype=torch.float32, out=total)
     elif left.dtype == torch.bfloat16 and adds_bfloat16():
         add_product(total, left, right)
     else:

@@ -21,10 +21,14 @@ template <int exponent, int mantissa> struct Float16 {
     static void mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
         Operands in;
         std::memcpy(in.d, d, sizeof d), std::memcpy(in.a, a, sizeof a), std::memcpy(in.b, b, sizeof b);
-        emulator_warp(16 + exponent, &in, sizeof in, d, sizeof d, multiply);
+        emulator_warp(16 + exponent, &in, sizeof in, d, sizeof d, compute);
+    }
+    static void multiply(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+        std::memset(d, 0, sizeof d);
+        mma(d, a, b);
     }
     // Row r of a is in lanes 4 (r % 8) + t, its columns 2t, 2t + 1 (+ 8) in words 0 and 2, or 1 and 3 from row 8 on.
-    static void multiply(const void *in, void *out) {
+    static void compute(const void *in, void *out) {
         const auto *lanes = static_cast<const Operands *>(in);
         auto *sums = static_cast<float(*)[4]>(out);
         float a[16][16], b[16][8];
@@ -73,6 +77,30 @@ DEVICE void mma_int8(int (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]
     EmulatorBytes in;
     std::memcpy(in.d, d, sizeof d), std::memcpy(in.a, a, sizeof a), std::memcpy(in.b, b, sizeof b);
     emulator::emulator_warp(2, &in, sizeof in, d, sizeof d, emulator_multiply_int8);
+}
+
+struct EmulatorTf32 { float d[4], a[4], b[2]; };
+DEVICE double emulator_tf32(float x) { return bits_float(float_bits(x) & 0xffffe000u); }
+// Row r of a is in lanes 4 (r % 8) + t, its columns t and t + 4 in words 0 and 2, or 1 and 3 from row 8 on.
+DEVICE void emulator_multiply_tf32(const void *in, void *out) {
+    const auto *lanes = static_cast<const EmulatorTf32 *>(in);
+    auto *sums = static_cast<float(*)[4]>(out);
+    double a[16][8], b[8][8];
+    for (int lane = 0; lane < 32; lane++) {
+        for (int i = 0; i < 4; i++) a[lane / 4 + i % 2 * 8][lane % 4 + i / 2 * 4] = emulator_tf32(lanes[lane].a[i]);
+        for (int i = 0; i < 2; i++) b[lane % 4 + 4 * i][lane / 4] = emulator_tf32(lanes[lane].b[i]);
+    }
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 4; i++) {
+            double sum = lanes[lane].d[i];
+            for (int k = 0; k < 8; k++) sum += a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
+            sums[lane][i] = emulator::cut(sum);
+        }
+}
+DEVICE void mma_tf32(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
+    EmulatorTf32 in;
+    std::memcpy(in.d, d, sizeof d), std::memcpy(in.a, a, sizeof a), std::memcpy(in.b, b, sizeof b);
+    emulator::emulator_warp(4, &in, sizeof in, d, sizeof d, emulator_multiply_tf32);
 }
 
 // Lane 4r + t gets elements 2t, 2t + 1 of row r of each matrix.

@@ -44,8 +44,8 @@ KERNEL probe_round(const float *x, int *y) {
     store(y + i, round_even(load(x + i)));
 }
 
-// a [32, 4] and b [32, 2]: the words of each lane; c, d [32, 4].
-KERNEL probe_mma(const unsigned *a, const unsigned *b, const float *c, float *d) {
+// a [32, 4] and b [32, 2]: the words of each lane; c, d and alone, which begins at zero, [32, 4].
+KERNEL probe_mma(const unsigned *a, const unsigned *b, const float *c, float *d, float *alone) {
     const int lane = threadIdx.x;
     unsigned x[4], y[2];
     float z[4];
@@ -53,6 +53,8 @@ KERNEL probe_mma(const unsigned *a, const unsigned *b, const float *c, float *d)
     for (int i = 0; i < 2; i++) y[i] = load(b + 2 * lane + i);
     T::mma(z, x, y);
     for (int i = 0; i < 4; i++) store(d + 4 * lane + i, z[i]);
+    T::multiply(z, x, y);
+    for (int i = 0; i < 4; i++) store(alone + 4 * lane + i, z[i]);
 }
 
 KERNEL probe_mma_int8(const unsigned *a, const unsigned *b, const int *c, int *d) {
@@ -62,6 +64,16 @@ KERNEL probe_mma_int8(const unsigned *a, const unsigned *b, const int *c, int *d
     for (int i = 0; i < 4; i++) x[i] = load(a + 4 * lane + i), z[i] = load(c + 4 * lane + i);
     for (int i = 0; i < 2; i++) y[i] = load(b + 2 * lane + i);
     mma_int8(z, x, y);
+    for (int i = 0; i < 4; i++) store(d + 4 * lane + i, z[i]);
+}
+
+// The same of floats, as TF32.
+KERNEL probe_mma_tf32(const float *a, const float *b, const float *c, float *d) {
+    const int lane = threadIdx.x;
+    float x[4], y[2], z[4];
+    for (int i = 0; i < 4; i++) x[i] = load(a + 4 * lane + i), z[i] = load(c + 4 * lane + i);
+    for (int i = 0; i < 2; i++) y[i] = load(b + 2 * lane + i);
+    mma_tf32(z, x, y);
     for (int i = 0; i < 4; i++) store(d + 4 * lane + i, z[i]);
 }
 

@@ -14,19 +14,54 @@ DEVICE uint4 load_inputs(const unsigned short *row, int chunk) {
     return make_uint4(first.x, first.y, last.x, last.y);
 }
 
-// Adds one record's part to the sums of 8 * TOKENS tokens. own: inputs of a lane's first token, of which `tokens` are
-// left and `chunks` of these.
-DEVICE void add_products(float (&sums)[TOKENS][4], const Record &record, const unsigned short *own, int chunks,
-                         int tokens, int stride) {
-    const unsigned one = BFLOAT ? 0x3f803f80u : 0x3c003c00u, ones[4] = {one, one, one, one};
+// Sums of a token's inputs over groups of 32: lane 4g + t has those of token g in chunks t and t + 4 of a record.
+struct GroupSums {
+    float of[2];
+
+    // Takes in one of the record's chunks. Half of its inputs are the rows from 8 on of a matrix times ones.
+    __device__ __forceinline__ void take(const uint4 &inputs, int chunk) {
+        const unsigned one = BFLOAT ? 0x3f803f80u : 0x3c003c00u, ones[2] = {one, one};
+        const unsigned halves[4] = {inputs.x, inputs.y, inputs.z, inputs.w};
+        float sums[4];
+        Float::multiply(sums, halves, ones);
+        if (int(threadIdx.x % 4) == chunk % 4) of[chunk / 4] = sums[0] + sums[2];
+    }
+};
+
+// What the record's two rows of a lane multiply group sums with: bytes of groups t and t + 4, times `factor`.
+DEVICE void bytes_of_groups(float (&a)[4], const unsigned *low, const unsigned *high, float factor) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        a[2 * i] = byte_of(low[i], threadIdx.x % 4, 0.0f, factor);
+        a[2 * i + 1] = byte_of(high[i], threadIdx.x % 4, 0.0f, factor);
+    }
+}
+
+// Adds to the sums of 16 channels by 8 tokens those of groups times `bytes`, to 21 bits.
+DEVICE void add_of_groups(float (&sums)[4], const float (&bytes)[4], const GroupSums &groups) {
+    float high[2], low[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        high[i] = bits_float(float_bits(groups.of[i]) & 0xffffe000u);
+        low[i] = groups.of[i] - high[i];
+    }
+    mma_tf32(sums, bytes, high);
+    mma_tf32(sums, bytes, low);
+}
+
+// Adds one record's part to the sums of 8 * TOKENS tokens. own: inputs of a lane's tokens, of which `chunks` are left.
+DEVICE void add_products(float (&sums)[TOKENS][4], const Record &record, const unsigned short *const (&own)[TOKENS],
+                         int chunks) {
     const Scales low = scales_of(record, 0), high = scales_of(record, 1);
+    float parts[TOKENS][4] = {};  // in units of d
+    GroupSums groups[TOKENS] = {};
 #pragma unroll
     for (int chunk = 0; chunk < 8; ++chunk) {
         uint4 inputs[TOKENS];
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) {
-            const bool inside = t * 8 < tokens && chunk < chunks;
-            inputs[t] = inside ? load_inputs(own + size_t(t) * 8 * stride, chunk) : make_uint4(0, 0, 0, 0);
+            const bool inside = BITS != 8 || chunk < chunks;  // blocks of other types are whole records
+            inputs[t] = inside ? load_inputs(own[t], chunk) : make_uint4(0, 0, 0, 0);
         }
         unsigned weights[2][4];
 #pragma unroll
@@ -34,28 +69,42 @@ DEVICE void add_products(float (&sums)[TOKENS][4], const Record &record, const u
             weights[i / 2][i % 2 * 2] = pair_of(record, chunk, 0, i);
             weights[i / 2][i % 2 * 2 + 1] = pair_of(record, chunk, 1, i);
         }
-        float least[2] = {0.0f, 0.0f};
-        if (MINIMA) {
-            least[0] = minimum_of(low, chunk);
-            least[1] = minimum_of(high, chunk);
-        }
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) {
             const unsigned b[2][2] = {{inputs[t].x, inputs[t].y}, {inputs[t].z, inputs[t].w}};
-            float products[4] = {}, of_inputs[4] = {};
+            float products[4];
 #pragma unroll
             for (int step = 0; step < 2; ++step) {
-                Float::mma(products, weights[step], b[step]);
-                if (MINIMA) Float::mma(of_inputs, ones, b[step]);
+                if (BITS == 6 || step == 0)
+                    Float::multiply(products, weights[step], b[step]);
+                else
+                    Float::mma(products, weights[step], b[step]);
                 if (BITS != 6 && step == 0) continue;
-                const float scales[2] = {scale_of(low, chunk, step), scale_of(high, chunk, step)};
+                const float scales[2] = {multiple_of(low, chunk, step), multiple_of(high, chunk, step)};
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    sums[t][i] = fmaf(scales[i / 2], products[i], sums[t][i]);
-                    if (MINIMA) sums[t][i] = fmaf(-least[i / 2], of_inputs[i], sums[t][i]);
-                    products[i] = 0.0f;
-                }
+                for (int i = 0; i < 4; ++i) parts[t][i] = fmaf(scales[i / 2], products[i], parts[t][i]);
             }
+            if (MINIMA) groups[t].take(inputs[t], chunk);
+        }
+    }
+    float offsets[4], minima[4];
+    if (MINIMA) {
+        bytes_of_groups(offsets, low.multiples, high.multiples, -OFFSET);
+        bytes_of_groups(minima, low.minima, high.minima, 1.0f);
+    }
+    constexpr float unit = MINIMA ? 1 << BITS : 1;
+    const float units[2] = {unit_of(low) * unit, unit_of(high) * unit};
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+        float least[4] = {};
+        if (MINIMA) {
+            add_of_groups(parts[t], offsets, groups[t]);
+            add_of_groups(least, minima, groups[t]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            sums[t][i] = fmaf(units[i / 2], parts[t][i], sums[t][i]);
+            if (MINIMA) sums[t][i] = fmaf(i < 2 ? -low.dmin : -high.dmin, least[i], sums[t][i]);
         }
     }
 }
@@ -118,11 +167,15 @@ DEVICE void bring_first_records(Place place, const uint4 *records, int count, in
 KERNEL __launch_bounds__(WARPS * 32, 3 - TOKENS)
 ggml_matmul(const unsigned short *x, const uint4 *records, const float *bias, unsigned short *y, int tokens, int channels,
             int width, int stride) {
-    const int warp = threadIdx.x / 32, first_token = blockIdx.x * TOKENS * 8, token = first_token + threadIdx.x % 32 / 4;
+    const int warp = threadIdx.x / 32, first_token = blockIdx.x * TOKENS * 8;
     const int count = (width + 255) / 256, tiles = (channels + 15) / 16;
     uint4 *stages = reinterpret_cast<uint4 *>(shared_memory()) + warp * STAGES * PIECES;
     float *of_warps = reinterpret_cast<float *>(shared_memory() + WARPS * STAGES * PIECES * 16);
     const unsigned long long policy = leave_first();
+    const unsigned short *rows[TOKENS];  // of a lane's tokens; of the last one where there are fewer, whose sums stay here
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t)
+        rows[t] = x + size_t(min(first_token + t * 8 + int(threadIdx.x % 32 / 4), tokens - 1)) * stride;
     Place ahead = {warp < count ? int(blockIdx.y) : tiles, warp};
     bring_first_records(ahead, records, count, tiles);
     wait_for_earlier();
@@ -141,8 +194,10 @@ ggml_matmul(const unsigned short *x, const uint4 *records, const float *bias, un
             uint4 *free = stages + (stage == 0 ? STAGES - 1 : stage - 1) * PIECES;
             copy_record(ahead.tile < tiles, free, records, size_t(ahead.tile) * count + ahead.at, policy);
             ahead.advance(count);
-            const unsigned short *own = x + size_t(token) * stride + at * 256;
-            add_products(sums, read_record<true>(stages + stage * PIECES), own, width / 32 - at * 8, tokens - token, stride);
+            const unsigned short *own[TOKENS];
+#pragma unroll
+            for (int t = 0; t < TOKENS; ++t) own[t] = rows[t] + at * 256;
+            add_products(sums, read_record<true>(stages + stage * PIECES), own, width / 32 - at * 8);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
         store_sums(sums, of_warps, bias, y, first_token, tile * 16, tokens, channels);

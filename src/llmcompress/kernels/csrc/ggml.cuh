@@ -17,7 +17,6 @@ typedef Bfloat Float;
 typedef Half Float;
 #endif
 
-constexpr int ZERO = BITS == 6 ? 32 : BITS == 8 ? 128 : 0;  // the code of value zero
 constexpr bool MINIMA = BITS == 4 || BITS == 5;
 constexpr int CODES = BITS == 8 ? 8 : 4;                    // pieces of 16 bytes for each lane
 constexpr int FURTHER = BITS == 5 ? 1 : BITS == 6 ? 2 : 0;  // likewise
@@ -53,41 +52,55 @@ DEVICE unsigned word(const uint4 &of, int i) { return i == 0 ? of.x : i == 1 ? o
 
 // ---- Codes --------------------------------------------------------------------------------------------------------
 
-// Bits of two fields 16 bits apart, moved from bit `from` to bit `to` of each half.
-DEVICE unsigned moved(unsigned bits, int from, int to, unsigned mask) {
-    return (to > from ? bits << (to - from) : bits >> (from - to)) & (mask << to);
+// Bits with two fields 16 bits apart, moved from bit `from` to bit `to` of each half.
+DEVICE unsigned moved(unsigned bits, int from, int to) { return to > from ? bits << (to - from) : bits >> (from - to); }
+
+// `bits` with the fields `mask` of others.
+DEVICE unsigned with_fields(unsigned bits, unsigned others, unsigned mask) { return lop3<0xea>(others, mask, bits); }
+
+// Pair i of the eight codes of a row that a lane owns in a chunk, as two 16-bit floats. The codes of Q4_K and Q5_K lie in
+// the mantissa of OFFSET: a float is OFFSET + code / 2^BITS.
+constexpr int AT = !MINIMA ? 0 : BFLOAT ? 7 - BITS : 4;  // the lowest bit of a code
+constexpr int OFFSET = BFLOAT ? 1 : BITS == 4 ? 4 : 2;
+DEVICE unsigned pair_with_offset(const Record &record, int chunk, int half, int i) {
+    const unsigned low = word(record.codes[chunk / 2], chunk % 2 * 2 + half);
+    const unsigned offsets = BFLOAT ? 0x3f803f80u : BITS == 4 ? 0x44004400u : 0x40004000u;
+    const unsigned bits = with_fields(offsets, moved(low, 4 * i, AT), 0x000f000fu << AT);
+    if (BITS == 4) return bits;
+    const int pair = (chunk % 2 * 2 + half) * 4 + i;
+    return with_fields(bits, moved(word(record.further[0], chunk / 2), pair, AT + 4), 0x00010001u << (AT + 4));
 }
 
-// Pair i of the eight codes of a row that a lane owns in a chunk, less the code of zero, as two 16-bit floats.
-DEVICE unsigned nibble_pair(const Record &record, int chunk, int half, int i) {
+// The same of Q6_K: codes less 32.
+DEVICE unsigned pair_of_six_bits(const Record &record, int chunk, int half, int i) {
     const unsigned low = word(record.codes[chunk / 2], chunk % 2 * 2 + half);
     const bool inside = !BFLOAT && i % 2 == 1;  // a field of float16 may stay at bit 4: its mantissa has 10 bits
-    const int at = inside ? 4 : 0;
+    const int at = inside ? 4 : 0, pair = half * 4 + i;
     const unsigned magic = BFLOAT ? 0x43004300u : 0x64006400u;  // numbers whose last bit counts 1
-    unsigned bits = lop3<0xea>(low >> (4 * i - at), 0x000f000fu << at, magic);
-    if (BITS == 5) {
-        const int pair = (chunk % 2 * 2 + half) * 4 + i;
-        bits |= moved(word(record.further[0], chunk / 2), pair, at + 4, 0x00010001u);
-    }
-    if (BITS == 6) {
-        const int pair = half * 4 + i;
-        bits |= moved(word(record.further[chunk / 4], chunk % 4), 2 * pair, at + 4, 0x00030003u);
-    }
-    if (BFLOAT) return Float::fma2(bits, 0x3f803f80u, ZERO ? 0xc320c320u : 0xc300c300u);  // -160, -128
-    if (inside) return Float::fma2(bits, 0x2c002c00u, ZERO ? 0xd600d600u : 0xd400d400u);  // -96, -64
-    return Float::fma2(bits, 0x3c003c00u, ZERO ? 0xe420e420u : 0xe400e400u);            // -1056, -1024
+    unsigned bits = with_fields(magic, moved(low, 4 * i, at), 0x000f000fu << at);
+    bits = with_fields(bits, moved(word(record.further[chunk / 4], chunk % 4), 2 * pair, at + 4), 0x00030003u << (at + 4));
+    if (BFLOAT) return Float::fma2(bits, 0x3f803f80u, 0xc320c320u);  // -160
+    if (inside) return Float::fma2(bits, 0x2c002c00u, 0xd600d600u);  // -96
+    return Float::fma2(bits, 0x3c003c00u, 0xe420e420u);              // -1056
 }
 
 // The same of Q8_0, whose words hold inputs 0, 2, 1, 3 of four.
 DEVICE unsigned byte_pair(const Record &record, int chunk, int half, int i) {
     const unsigned both = word(record.codes[chunk], half * 2 + i / 2) >> (8 * (i % 2));
-    if (!BFLOAT) return Float::fma2((both & 0x00ff00ffu) | 0x64006400u, 0x3c003c00u, 0xe480e480u);  // -1152
+    if (!BFLOAT) return Float::fma2(with_fields(0x64006400u, both, 0x00ff00ffu), 0x3c003c00u, 0xe480e480u);  // -1152
     // 128 + the low seven bits, less 256, or less 128 where the top bit is set: exact in bfloat16
-    return Float::fma2((both & 0x007f007fu) | 0x43004300u, 0x3f803f80u, (both & 0x00800080u) ^ 0xc380c380u);
+    const unsigned low = with_fields(0x43004300u, both, 0x007f007fu);
+    return Float::fma2(low, 0x3f803f80u, lop3<0x6a>(both, 0x00800080u, 0xc380c380u));  // (a & b) ^ c
 }
 
 DEVICE unsigned pair_of(const Record &record, int chunk, int half, int i) {
-    return BITS == 8 ? byte_pair(record, chunk, half, i) : nibble_pair(record, chunk, half, i);
+    if (MINIMA) return pair_with_offset(record, chunk, half, i);
+    return BITS == 8 ? byte_pair(record, chunk, half, i) : pair_of_six_bits(record, chunk, half, i);
+}
+
+// What a float of a pair counts in steps of its scale; exact.
+DEVICE float level_of(unsigned short code) {
+    return MINIMA ? (Float::to_float(code) - OFFSET) * (1 << BITS) : Float::to_float(code);
 }
 
 // ---- Scales -------------------------------------------------------------------------------------------------------
@@ -118,18 +131,19 @@ DEVICE Scales scales_of(const Record &record, int half) {
     return s;
 }
 
-// 2^23 and byte i of `words`.
-DEVICE float biased(const unsigned *words, int i) {
-    return bits_float(prmt(words[i / 4], 0x4b000000u, 0x7540 | i % 4));
+// Byte `byte` of a word, less `zero`, times `factor`, a power of two; exact.
+DEVICE float byte_of(unsigned word, unsigned byte, float zero = 0.0f, float factor = 1.0f) {
+    const unsigned exponent = 0x4b000000u | threadIdx.z;  // a variable, so that the selector is the instruction's constant
+    const float biased = bits_float(prmt(word, exponent, 0x7540 | byte));  // 2^23 and the byte
+    return fmaf(biased, factor, -(8388608.0f + zero) * factor);
 }
-constexpr float BIAS = 8388608.0f;
 
-// The scale of a step of a chunk; exact.
-DEVICE float scale_of(const Scales &s, int chunk, int step) {
+// The scale of a step of a chunk in units of the record's d, or, of Q8_0, the scale itself; exact.
+DEVICE float multiple_of(const Scales &s, int chunk, int step) {
     if (BITS == 8) return half_of(s.multiples[chunk / 2], chunk % 2);
-    if (BITS == 6) return (biased(s.multiples, chunk * 2 + step) - (BIAS + 128.0f)) * s.d;
-    return (biased(s.multiples, chunk) - BIAS) * s.d;
+    const int group = BITS == 6 ? chunk * 2 + step : chunk;
+    return byte_of(s.multiples[group / 4], group % 4, BITS == 6 ? 128.0f : 0.0f);
 }
-DEVICE float minimum_of(const Scales &s, int chunk) { return (biased(s.minima, chunk) - BIAS) * s.dmin; }
+DEVICE float unit_of(const Scales &s) { return BITS == 8 ? 1.0f : s.d; }
 
 #endif

@@ -42,8 +42,9 @@ KERNEL ggml_values(const uint4 *records, Value *values, int channels, int width)
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 const unsigned pair = pair_of(record, chunk, half, j / 2);
-                own[j] = scale_of(scales, chunk, j / 4) * Float::to_float((unsigned short)(pair >> (16 * (j % 2))));
-                if (MINIMA) own[j] -= minimum_of(scales, chunk);
+                const float scale = multiple_of(scales, chunk, j / 4) * unit_of(scales);
+                own[j] = scale * level_of((unsigned short)(pair >> (16 * (j % 2))));
+                if (MINIMA) own[j] -= byte_of(scales.minima[chunk / 4], chunk % 4) * scales.dmin;
             }
             Value *to = values + size_t(channel) * width + (at * 8 + chunk) * 32 + lane % 4 * RUN;
 #pragma unroll
