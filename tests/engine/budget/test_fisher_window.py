@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from llmcompress import arch
 from llmcompress.engine.budget.fisher_window import WindowFisher
 from llmcompress.engine.run.gradient_pass import fisher_information
+from llmcompress.engine.run.guidance import LayerGuidance
 from llmcompress.model.gradients import drawn
 from llmcompress.model.skeleton import load_config
 from llmcompress.model.streamed_model import StreamedModel
@@ -27,15 +28,24 @@ SPACES = {
 
 
 def by_autograd(path, spaces):
-    """Gradients [out, in] of the weights by window, and Gram matrices of the inputs in the spaces, of both layers."""
+    """Gradients [out, in] of the weights by window, and inputs of the spaces, both of both layers.
+
+    Of the inputs [tokens, in] one for each matrix that reads the space and each window; beside them, with gradients,
+    what the matrix makes of them.
+    """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
     gradients, inputs = [], {}
+
+    def keep(key, entered, left):
+        left.retain_grad()
+        inputs.setdefault(key, []).append((entered.detach()[0], left))
+
     layers = model.model.layers
     for number, layer in enumerate(layers):
         for below, space in spaces.items():
             if "experts" not in below:
-                layer.get_submodule(below).register_forward_pre_hook(
-                    lambda _, args, key=(number, space): inputs.setdefault(key, []).append(args[0].detach()[0])
+                layer.get_submodule(below).register_forward_hook(
+                    lambda _, args, left, key=(number, space): keep(key, args[0], left)
                 )
     for window, ids in enumerate(TOKENS):
         model.zero_grad()
@@ -46,13 +56,13 @@ def by_autograd(path, spaces):
     return gradients, inputs
 
 
-def measured(path, spaces, tmp_path):
+def measured(path, spaces, tmp_path, guided=()):
     config = load_config(path)
     model = StreamedModel(Checkpoint(path), config, arch.find(config.model_type), dtype=torch.float64)
     made = {}
 
     def gathering(number, workers):
-        made[number] = WindowFisher(spaces, grams=True, fitted=FITTED, workers=workers)
+        made[number] = WindowFisher(spaces, grams=True, fitted=FITTED, workers=workers, guided=guided)
         return made[number]
 
     paths = [list(spaces)] * len(model.layers)
@@ -76,12 +86,44 @@ def test_sums_are_those_of_the_gradients_of_whole_windows(random_model_dir, tmp_
                 torch.testing.assert_close(judge, gram / gram.diagonal().sum(), rtol=1e-3, atol=1e-6)
         for space in set(spaces.values()):
             entered = inputs[number, space]  # once for each matrix that reads the space
-            rows = torch.cat(entered[: FITTED * len(entered) // SAMPLES])
+            rows = torch.cat([x for x, _ in entered[: FITTED * len(entered) // SAMPLES]])
             # the first of the matrices that read a space counts its inputs, once
             seen = made[number].seen(space).mean().double() * len(rows)
             expected = rows.T @ rows * seen.trace() / (rows.T @ rows).trace()
             torch.testing.assert_close(seen, expected, rtol=1e-3, atol=1e-5)
             torch.testing.assert_close(seen.trace(), rows.square().sum() * 1.0, rtol=1e-4, atol=1e-6)
+
+
+def test_tokens_of_a_guided_space_count_as_in_a_guided_run(random_model_dir, tmp_path):
+    path, spaces = random_model_dir("llama", dtype="float32"), SPACES["llama"]
+    _, made = measured(path, spaces, tmp_path, guided={"attn_in"})
+    _, inputs = by_autograd(path, spaces)
+    for number in (0, 1):
+        gathered = LayerGuidance({below: space for below, space in spaces.items() if space == "attn_in"}, (), TOKENS.shape)
+        expected, entered = 0, inputs[number, "attn_in"]  # keys and values of each window
+        for window in range(SAMPLES):
+            for below, (x, left) in zip(gathered._spaces, entered[2 * window : 2 * window + 2], strict=True):
+                gathered.add(below, gathered.part(x, left.grad), window)
+        weights = gathered.weights()["attn_in"].view(SAMPLES, LENGTH).double()
+        for window in range(FITTED):
+            x = entered[2 * window][0]
+            expected = expected + (x.T * weights[window]) @ x
+        seen = made[number].seen("attn_in")
+        assert seen.tokens == FITTED * LENGTH
+        mean = seen.mean().double()
+        torch.testing.assert_close(mean / mean.trace(), expected / expected.trace(), rtol=1e-3, atol=1e-6)
+        hidden = torch.cat([x for x, _ in inputs[number, "mlp_hidden"][:FITTED]])  # nothing weighs its tokens
+        torch.testing.assert_close(
+            made[number].seen("mlp_hidden").mean().double(), hidden.T @ hidden / len(hidden), rtol=1e-3, atol=1e-6
+        )
+
+
+def test_inputs_that_a_matrix_without_gradients_reads_too_are_summed_in_the_end():
+    gathered = WindowFisher({"k": "in", "v": "in"}, grams=True, fitted=1, workers=SERIAL, guided={"in"})
+    x, gradient = torch.ones(1, 2, 3), torch.full((1, 2, 4), 2.0)
+    gathered.add("k", gathered.part(x, gradient), 0)
+    gathered.finish({"v"})
+    torch.testing.assert_close(gathered.seen("in").mean(), torch.full((3, 3), 4.0))  # the root of four squares of 2
 
 
 def test_experts_have_gradients_of_their_own_and_gram_matrices_together(random_model_dir, tmp_path):

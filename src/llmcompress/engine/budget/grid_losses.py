@@ -180,7 +180,8 @@ class _Rounding(WindowFisher):
         workers: Workers,
     ) -> None:
         grams = any(isinstance(matrix.method, Gptq) for matrix in layer)
-        super().__init__({matrix.path: matrix.space for matrix in layer}, grams, windows.fitted, workers)
+        guided = {matrix.space for matrix in layer if matrix.follows_gradients and matrix.expert is None}
+        super().__init__({matrix.path: matrix.space for matrix in layer}, grams, windows.fitted, workers, guided)
         self.layer, self.checkpoint, self.wanted = layer, checkpoint, wanted
         self.windows, self.tokens, self.losses = windows, tokens, losses
 

@@ -25,7 +25,7 @@ from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
 from llmcompress.store.staging import Staging
 
-_UNMEASURED = {*CHOSEN, "set", "skip", "guided", "recover", "qep_alpha", "qep_samples", "head_bits", "embedding_bits"}
+_UNMEASURED = {*CHOSEN, "set", "skip", "recover", "qep_alpha", "qep_samples", "head_bits", "embedding_bits"}
 """Options of a step that losses do not hang on."""
 
 
