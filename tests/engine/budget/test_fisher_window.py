@@ -99,10 +99,11 @@ def test_tokens_of_a_guided_space_count_as_in_a_guided_run(random_model_dir, tmp
     _, made = measured(path, spaces, tmp_path, guided={"attn_in"})
     _, inputs = by_autograd(path, spaces)
     for number in (0, 1):
-        gathered = LayerGuidance({below: space for below, space in spaces.items() if space == "attn_in"}, (), TOKENS.shape)
+        readers = {below: space for below, space in spaces.items() if space == "attn_in"}
+        gathered = LayerGuidance(readers, (), TOKENS.shape)
         expected, entered = 0, inputs[number, "attn_in"]  # keys and values of each window
         for window in range(SAMPLES):
-            for below, (x, left) in zip(gathered._spaces, entered[2 * window : 2 * window + 2], strict=True):
+            for below, (x, left) in zip(readers, entered[2 * window : 2 * window + 2], strict=True):
                 gathered.add(below, gathered.part(x, left.grad), window)
         weights = gathered.weights()["attn_in"].view(SAMPLES, LENGTH).double()
         for window in range(FITTED):

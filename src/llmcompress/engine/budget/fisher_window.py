@@ -33,7 +33,7 @@ class _Inputs(NamedTuple):
 
     @property
     def weighed(self) -> Tensor:
-        """The inputs times the roots of the tokens' weights, which are those of `run/guidance.py` but for their mean."""
+        """The inputs times the roots of the tokens' weights: those of `run/guidance.py` but for their mean."""
         roots = torch.stack(self.squares).sum(dim=0) ** (POWER / 2)
         return self.x * roots.to(self.x.dtype)[:, None]
 
