@@ -56,13 +56,13 @@ def by_autograd(path, spaces):
     return gradients, inputs
 
 
-def measured(path, spaces, tmp_path, guided=()):
+def measured(path, spaces, tmp_path, **options):
     config = load_config(path)
     model = StreamedModel(Checkpoint(path), config, arch.find(config.model_type), dtype=torch.float64)
     made = {}
 
     def gathering(number, workers):
-        made[number] = WindowFisher(spaces, grams=True, fitted=FITTED, workers=workers, guided=guided)
+        made[number] = WindowFisher(spaces, grams=True, fitted=FITTED, workers=workers, **options)
         return made[number]
 
     paths = [list(spaces)] * len(model.layers)
@@ -96,10 +96,10 @@ def test_sums_are_those_of_the_gradients_of_whole_windows(random_model_dir, tmp_
 
 def test_tokens_of_a_guided_space_count_as_in_a_guided_run(random_model_dir, tmp_path):
     path, spaces = random_model_dir("llama", dtype="float32"), SPACES["llama"]
-    _, made = measured(path, spaces, tmp_path, guided={"attn_in"})
+    readers = {below: space for below, space in spaces.items() if space == "attn_in"}
+    _, made = measured(path, spaces, tmp_path, guided=readers)
     _, inputs = by_autograd(path, spaces)
     for number in (0, 1):
-        readers = {below: space for below, space in spaces.items() if space == "attn_in"}
         gathered = LayerGuidance(readers, (), TOKENS.shape)
         expected, entered = 0, inputs[number, "attn_in"]  # keys and values of each window
         for window in range(SAMPLES):
@@ -120,9 +120,12 @@ def test_tokens_of_a_guided_space_count_as_in_a_guided_run(random_model_dir, tmp
 
 
 def test_inputs_that_a_matrix_without_gradients_reads_too_are_summed_in_the_end():
-    gathered = WindowFisher({"k": "in", "v": "in"}, grams=True, fitted=1, workers=SERIAL, guided={"in"})
+    spaces = dict.fromkeys(("k", "v", "rounded to nearest"), "in")
+    guided = {path: spaces[path] for path in ("k", "v")}
+    gathered = WindowFisher(spaces, grams=True, fitted=1, workers=SERIAL, guided=guided)
     x, gradient = torch.ones(1, 2, 3), torch.full((1, 2, 4), 2.0)
-    gathered.add("k", gathered.part(x, gradient), 0)
+    for path in ("k", "rounded to nearest"):
+        gathered.add(path, gathered.part(x, gradient), 0)
     gathered.finish({"v"})
     torch.testing.assert_close(gathered.seen("in").mean(), torch.full((3, 3), 4.0))  # the root of four squares of 2
 

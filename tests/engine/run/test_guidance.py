@@ -70,7 +70,7 @@ def test_weights_and_products_are_those_of_gradients_of_the_whole_model(
     monkeypatch.setattr(estimate, "GRADIENT_TOKENS", least)
     path = random_model_dir("llama", dtype="float32")
     weights, products = kept_guidance(path, tmp_path / "out", compute_dtype="float32")
-    spaces = guidance.weighed_paths(make_plan(guided(group_size=32), path, Options(out=tmp_path / "other")), 0)
+    spaces = guidance.weighed_paths(make_plan(guided(group_size=32), path, Options(out=tmp_path / "other")).layers[0])
     gradients = by_autograd(path, spaces, TOKENS[windows])
     assert {(number, path) for number in products for path in products[number]} == gradients.keys()
     sums = {}

@@ -1,6 +1,8 @@
 """How the Fisher information of a layer's matrices is summed up, from what each window shows of them."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -17,16 +19,16 @@ class Window(NamedTuple):
     """What a window shows of a matrix: its gradient [out, in].
 
     x: its inputs [tokens, in], where those are needed. squares: of the gradients at its outputs, summed over these
-    [tokens].
+    [tokens], where tokens are weighed.
     """
 
     x: Tensor | None
     gradient: Tensor
-    squares: Tensor
+    squares: Tensor | None
 
 
 class _Inputs(NamedTuple):
-    """Inputs [tokens, in] of a window, and squares [tokens] of the gradients behind each matrix that reads them."""
+    """Inputs [tokens, in] of a window, and squares [tokens] of the gradients behind each matrix that weighs them."""
 
     x: Tensor
     squares: list[Tensor]
@@ -35,7 +37,7 @@ class _Inputs(NamedTuple):
     def weighed(self) -> Tensor:
         """The inputs times the roots of the tokens' weights: those of `run/guidance.py` but for their mean."""
         roots = torch.stack(self.squares).sum(dim=0) ** (POWER / 2)
-        return self.x * roots.to(self.x.dtype)[:, None]
+        return self.x * roots[:, None]
 
 
 class WindowFisher:
@@ -43,41 +45,49 @@ class WindowFisher:
 
     spaces: space of each path. grams: whether Gram matrices are summed up; experts of a layer share one, since a single
     expert sees too few tokens. fitted: how many windows, from the first on, the method fits to; the other windows show
-    what the errors do to text that nothing was fitted to. workers: share the sums. guided: spaces in whose Gram
-    matrices each token counts as gradients say, as in a run with `--guided`.
+    what the errors do to text that nothing was fitted to. workers: share the sums. guided: those of `spaces` by
+    whose gradients tokens are weighed in the Gram matrix of their space, as in a run with `--guided`.
     """
 
     def __init__(
-        self, spaces: Mapping[str, str], grams: bool, fitted: int, workers: Workers, guided: Collection[str] = ()
+        self,
+        spaces: Mapping[str, str],
+        grams: bool,
+        fitted: int,
+        workers: Workers,
+        guided: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.spaces = {path: without_numbers(space) for path, space in spaces.items()}
         self._grams, self._fitted, self.workers = grams, fitted, workers
         self._read, self._owners = spaces, dict[str, str]()  # by space, the first matrix that was seen to read it
-        self._guided, self._waiting = guided, dict[tuple[str, int], _Inputs]()
+        self._guided, self._readers = guided, Counter(guided.values())  # of each space, how many weigh its tokens
+        self._waiting: dict[tuple[str, int], _Inputs] = {}  # by space and window
         self._found: dict[str, Fisher] = {}
         self._seen: dict[str, Gram] = {}
         self._weighed: dict[bool, dict[str, Gram]] = {True: {}, False: {}}  # True: over the windows that were fitted to
 
     def part(self, x: Tensor, gradient: Tensor) -> Window:
         rows, slopes = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        return Window(rows if self._grams else None, slopes.T @ rows, slopes.square().sum(dim=1))
+        squares = slopes.square().sum(dim=1) if self._guided else None
+        return Window(rows if self._grams else None, slopes.T @ rows, squares)
 
     def add(self, path: str, part: Window, window: int) -> None:
         fisher, fitted = of_window(part.gradient), window < self._fitted
         self._found[path] = self._found[path].plus(fisher) if path in self._found else fisher
         if part.x is not None:
-            if fitted and self._read[path] in self._guided:
-                self._wait(path, part.x, part.squares, window)
+            if fitted and self._read[path] in self._readers:
+                if path in self._guided and part.squares is not None:
+                    self._wait(path, part.x, part.squares, window)
             elif fitted and self._owners.setdefault(self._read[path], path) == path:
                 self._sum(self._seen, self.spaces[path], part.x)
             self._sum(self._weighed[fitted], without_numbers(path), part.gradient)
 
     def _wait(self, path: str, x: Tensor, squares: Tensor, window: int) -> None:
-        """Keep the inputs of a window until all matrices that read them have said how much each token counts."""
+        """Keep the inputs of a window until all matrices that weigh them have said how much each token counts."""
         space = self._read[path]
         inputs = self._waiting.setdefault((space, window), _Inputs(x, []))
         inputs.squares.append(squares)
-        if len(inputs.squares) == sum(read == space for read in self._read.values()):
+        if len(inputs.squares) == self._readers[space]:
             self._sum(self._seen, self.spaces[path], self._waiting.pop((space, window)).weighed)
 
     def _sum(self, grams: dict[str, Gram], name: str, rows: Tensor) -> None:
@@ -86,7 +96,7 @@ class WindowFisher:
         grams[name].update(rows)
 
     def finish(self, blind: Collection[str]) -> dict[str, Fisher]:
-        for (space, _), inputs in self._waiting.items():  # of spaces that a matrix without gradients reads too
+        for (space, _), inputs in self._waiting.items():  # of spaces that a matrix without gradients would weigh too
             self._sum(self._seen, without_numbers(space), inputs.weighed)
         self._waiting.clear()
         return self._found

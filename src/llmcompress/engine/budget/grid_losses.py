@@ -22,6 +22,7 @@ from llmcompress.engine.budget.type_losses import Losses
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.run.gradient_pass import EMBEDDING, HEAD, FinishedLayers, Found
+from llmcompress.engine.run.guidance import weighed_paths
 from llmcompress.grids.base import Clip, Spec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit
@@ -180,8 +181,8 @@ class _Rounding(WindowFisher):
         workers: Workers,
     ) -> None:
         grams = any(isinstance(matrix.method, Gptq) for matrix in layer)
-        guided = {matrix.space for matrix in layer if matrix.follows_gradients and matrix.expert is None}
-        super().__init__({matrix.path: matrix.space for matrix in layer}, grams, windows.fitted, workers, guided)
+        spaces = {matrix.path: matrix.space for matrix in layer}
+        super().__init__(spaces, grams, windows.fitted, workers, weighed_paths(layer))
         self.layer, self.checkpoint, self.wanted = layer, checkpoint, wanted
         self.windows, self.tokens, self.losses = windows, tokens, losses
 

@@ -7,7 +7,7 @@ Gram matrix. What errors of several outputs do together is told by the mean prod
 (`solve/output_feedback.py`).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmcompress.calib.base import fingerprint
 from llmcompress.engine.plan.estimate import gradient_windows
-from llmcompress.engine.plan.matrix_plan import followed
+from llmcompress.engine.plan.matrix_plan import MatrixPlan, followed
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.run.gradient_pass import RECORDED, FinishedLayers, fisher_information
@@ -91,7 +91,7 @@ def measured_guidance(
                         f"run the same command again to go on; finished work is in {plan.work}",
                     )
 
-            paths = [list(weighed_paths(plan, number)) for number in layers]
+            paths = [list(weighed_paths(plan.layers[number])) for number in layers]
             fisher_information(
                 model,
                 tokens[list(gradient_windows(*tokens.shape))],
@@ -122,7 +122,7 @@ def _kept(plan: Plan, tokens: Tensor) -> Kept | None:
     if plan.options.stats is None:
         return None
     watched = [
-        {"spaces": weighed_paths(plan, number), "followed": sorted(_followed(plan, number))}
+        {"spaces": weighed_paths(plan.layers[number]), "followed": sorted(_followed(plan, number))}
         for number in range(len(plan.layers))
     ]
     windows = len(gradient_windows(*tokens.shape))
@@ -143,13 +143,9 @@ def _read(tensors: Mapping[str, Tensor]) -> Guidance:
     return Guidance(tokens, outputs)
 
 
-def weighed_paths(plan: Plan, number: int) -> dict[str, str]:
+def weighed_paths(layer: Iterable[MatrixPlan]) -> dict[str, str]:
     """The space of each matrix of a layer, by its path, for matrices by whose gradients tokens are weighed."""
-    return {
-        matrix.path: matrix.space
-        for matrix in plan.layers[number]
-        if matrix.follows_gradients and matrix.expert is None
-    }
+    return {matrix.path: matrix.space for matrix in layer if matrix.follows_gradients and matrix.expert is None}
 
 
 class _FinishedGuidance(FinishedLayers):
@@ -161,7 +157,7 @@ class _FinishedGuidance(FinishedLayers):
         self._gathering: dict[int, LayerGuidance] = {}
 
     def gathering(self, number: int) -> "LayerGuidance":
-        paths = weighed_paths(self.plan, number)
+        paths = weighed_paths(self.plan.layers[number])
         self._gathering[number] = LayerGuidance(paths, _followed(self.plan, number), self.shape)
         return self._gathering[number]
 
