@@ -1,9 +1,13 @@
 """`draft` as a job: planned, stopped cleanly, gone on with to the same bytes, refused with one line."""
 
 import json
+from typing import get_args
 
 import pytest
 
+from llmcompress.api.settings import DraftKind
+from llmcompress.model.draft_heads.files import head_kinds
+from llmcompress.validate.draft_checks import DRAFTS
 from trainingstops import goes_on_to_the_same_bytes
 
 PRUNED = ["--kind", "prune", "--layers", 1, "--samples", 16, "--written", 16, "--length", 16, "--steps", 3]
@@ -27,6 +31,22 @@ def test_it_tells_what_it_will_do_and_what_it_did(command, main, capsys, tmp_pat
     assert "EAGLE-3 head" in (tmp_path / "out" / "README.md").read_text()
     written = (tmp_path / "out" / "model.safetensors").stat().st_size
     assert written >= facts["output_bytes"] > written - 5_000  # and the header
+
+
+def test_medusa_is_trained_and_decodes(shallow_model_dir, main, capsys, tmp_path):
+    out = tmp_path / "out"
+    assert main("draft", shallow_model_dir, "-o", out, "--kind", "medusa", *SHORT, "--rate", 0.003) == 0
+    assert "next: llmcompress eval --draft" in capsys.readouterr().err
+    card = (out / "README.md").read_text()
+    assert "A head of Medusa" in card
+    assert '"method": "medusa"' in card
+    assert main("verify", out, "--source", shallow_model_dir) == 0
+    assert main("report", out, "-o", tmp_path / "page.html") == 0
+
+
+def test_kinds_are_those_that_there_are():
+    assert set(get_args(DraftKind)) == {*head_kinds(), "prune"}
+    assert set(DRAFTS) == set(head_kinds())
 
 
 def test_a_deadline_stops_after_a_step_and_the_same_command_goes_on(command, main, capsys, tmp_path):
@@ -67,7 +87,7 @@ def test_first_layers_of_a_compressed_model_draft_for_it(tiny_model_dir, main, c
     [
         (["--layers", 1], "--layers is of --kind prune"),
         (["--kind", "prune"], "write for example --layers 4"),
-        (["--kind", "prune", "--layers", 1, "--vocab", 64], "--vocab is of --kind eagle3"),
+        (["--kind", "prune", "--layers", 1, "--vocab", 64], "--vocab is of heads"),
         (["--kind", "prune", "--layers", 2], "has 2 layers, and a draft cannot be the first 2 of them"),
         (["--kind", "prune", "--layers", 1, "--max-memory", 0.1], "--max-memory allows 0.10"),
     ],

@@ -12,8 +12,9 @@ from llmcompress.validate.verify import passed, verify
 WEIGHTS = "model.safetensors"
 
 
-def test_a_whole_head_of_its_model_passes(trained, tiny_model_dir):
-    checks = verify(trained, tiny_model_dir)
+@pytest.mark.parametrize("kind", ["trained", "trained_medusa"])
+def test_a_whole_head_of_its_model_passes(kind, request, tiny_model_dir):
+    checks = verify(request.getfixturevalue(kind), tiny_model_dir)
     assert passed(checks), checks
     assert {"config", "ids", "source", "hashes", "report"} <= {check.name for check in checks}
 
@@ -45,6 +46,30 @@ def _without(tensors):
 
 def _further(tensors):
     tensors["layers.1.mlp.up_proj.weight"] = torch.zeros(1)
+
+
+def _doubled_token(tensors):
+    tensors["token_map"][1] = tensors["token_map"][0]
+
+
+def _token_beyond(tensors):
+    tensors["token_map"][-1] += 1 << 20
+
+
+def _no_map(tensors):
+    del tensors["token_map"]
+
+
+def _fifth_block(tensors):
+    tensors["blocks.4.layers.0.weight"] = tensors["blocks.3.layers.0.weight"].clone()
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [(_doubled_token, "ids"), (_token_beyond, "ids"), (_no_map, "config"), (_fifth_block, "config")],
+)
+def test_damage_of_medusa_is_found(damage, name, trained_medusa, tmp_path):
+    test_damage_is_found(damage, name, trained_medusa, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -127,11 +127,12 @@ def test_one_token_is_judged_as_the_paper_says():
     assert left_over(p, p).tolist() == p.tolist()
 
 
-@pytest.fixture(scope="module")
-def opened(trained, tiny_model_dir):
+@pytest.fixture(scope="module", params=["trained", "trained_medusa"])
+def opened(request, tiny_model_dir):
     model = load_whole(tiny_model_dir, dtype=torch.float32)
-    drafter = open_head(trained, tiny_model_dir, model.config, model.get_input_embeddings().weight, torch.float32)
-    return ModelTarget(model, "model.layers", drafter.head.shape.states), drafter
+    head = request.getfixturevalue(request.param)
+    drafter = open_head(head, tiny_model_dir, model.config, model.get_input_embeddings().weight, torch.float32)
+    return ModelTarget(model, "model.layers", drafter.shape.states), drafter
 
 
 @pytest.mark.parametrize("prompt", [[5, 6, 7, 8], [5]])
@@ -141,7 +142,7 @@ def test_what_is_accepted_is_what_total_variation_says(opened, prompt):
     assert sum(count + 1 for count in found.accepted) == 150
     assert found.ids[: len(prompt)].tolist() == prompt
     assert max(found.accepted) > 0
-    apart = variations_by_depth(target, drafter, found, depths_of(3))
+    apart = variations_by_depth(target, drafter, found, drafter.shape.most or depths_of(3))
     figures = acceptance_figures(found, apart)
     assert (
         abs(figures["accepted_per_step"] - figures["accepted_per_step_expected"]) < 4 * figures["accepted_per_step_se"]
@@ -165,7 +166,7 @@ def test_cached_reading_is_reading_anew(opened):
     torch.testing.assert_close(states, all_states[3:], rtol=1e-3, atol=1e-4)
     found = drafter.read(ids[4:], all_states[3:5])
     embedded = drafter.embedding[torch.tensor(ids[1:])]
-    output = drafter.head.unrolled(embedded, drafter.head.fused(all_states[:-1]), 1)[0]
+    output = drafter.head.unrolled(embedded, all_states[:-1], 1)[0]
     wanted = drafter.spread(drafter.head.logits(output[-1:]))[0]
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
 
@@ -175,6 +176,26 @@ def test_draws_are_those_of_their_seed():
     drawn = [[RandomDraws(seed).token(chances) for seed in range(50)] for _ in range(2)]
     assert drawn[0] == drawn[1]
     assert set(drawn[0]) == {0, 1, 2}
+
+
+def test_more_than_the_blocks_of_medusa_cannot_be_drafted(main, capsys, trained_medusa, tiny_model_dir):
+    command = ["eval", "--draft", trained_medusa, "--ref", tiny_model_dir, "--generate", "The water"]
+    assert main(*command, "--max-new-tokens", 12, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["draft_tokens"], set(found["tokens_per_step_expected"])) == (4, {"2", "3", "4"})
+    assert main(*command, "--draft-tokens", 5) == 2
+    assert "drafts 4 tokens at a time, not 5" in capsys.readouterr().err
+
+
+def test_what_medusa_reads_is_what_the_head_of_the_model_reads(trained_medusa, tiny_model_dir):
+    """Behind the last norm, as vLLM hands it on."""
+    model = load_whole(tiny_model_dir, dtype=torch.float32)
+    target = ModelTarget(model, "model.layers", ())
+    ids = torch.tensor([5, 6, 7, 8])
+    chances, states = target.whole(ids)
+    with torch.no_grad():
+        torch.testing.assert_close(states, model.model(ids[None]).last_hidden_state[0])
+        torch.testing.assert_close(chances, (states @ model.get_output_embeddings().weight.T).softmax(dim=-1))
 
 
 def test_the_command_line_decodes_with_a_head(main, capsys, trained, tiny_model_dir):

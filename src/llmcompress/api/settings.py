@@ -12,7 +12,7 @@ OUTPUT_SETTINGS = ("format", "shard_size", "base_model", "license")
 FEW_WINDOWS = 8  # enough to tell layers apart
 STEPS = 64  # of recovery, four windows each
 DRAFT_STEPS, DRAFT_RATE, DRAFT_VOCABULARY, WRITTEN = 512, 1e-3, 8192, 128  # of drafts
-DraftKind = Literal["eagle3", "prune"]
+DraftKind = Literal["eagle3", "medusa", "prune"]
 COMMON_SETTINGS = (*TEXT_SETTINGS, *OUTPUT_SETTINGS, "kv_cache")
 """Settings of every command that writes safetensors."""
 
@@ -67,10 +67,10 @@ def refuse_unknown(settings: Iterable[str], known: Iterable[str], where: str) ->
 
 
 def refuse_other_kind(kind: DraftKind, layers: int | None, vocabulary: int | None) -> None:
-    """RecipeError for an option of the other kind of drafts, and for a pruned draft of no number of layers."""
-    if kind == "eagle3" and layers is not None:
-        raise RecipeError("--layers is of --kind prune, and an EAGLE-3 head has one layer", "leave it out")
+    """RecipeError for an option of another kind of drafts, and for a pruned draft of no number of layers."""
+    if kind != "prune" and layers is not None:
+        raise RecipeError("--layers is of --kind prune, and heads have layers of their own", "leave it out")
     if kind == "prune" and vocabulary is not None:
-        raise RecipeError("--vocab is of --kind eagle3, and a pruned draft knows all tokens", "leave it out")
+        raise RecipeError("--vocab is of heads, and a pruned draft knows all tokens", "leave it out")
     if kind == "prune" and layers is None:
         raise RecipeError("--kind prune needs to know how many layers the draft has", "write for example --layers 4")

@@ -191,11 +191,12 @@ def train_draft(
 ) -> Result:
     """Train what drafts tokens for a model, compressed or not: a head, or the model's own first layers.
 
-    kind: "eagle3": EAGLE-3, written as vLLM reads heads; "prune": the first `layers` layers with the norm and the head
-    of the model, decoded, as a model. steps: of training. vocabulary: how many tokens a head can draft, 8192 by
-    default. written: windows that the model writes itself, beside the calibration text. rate: the highest of Adam; by
-    default 0.001, and that of `recover` for a pruned draft. settings: `calibration`, `field`, `samples`, `length`,
-    `seed`. Raises LlmcompressError; RunError where the loss on text that is held back did not fall.
+    kind: "eagle3": EAGLE-3, and "medusa": Medusa, written as vLLM reads heads; "prune": the first `layers` layers with
+    the norm and the head of the model, decoded, as a model. steps: of training. vocabulary: how many tokens a head can
+    draft, 8192 by default. written: windows that the model writes itself, beside the calibration text. rate: the
+    highest of Adam; by default 0.001, and that of `recover` for a pruned draft. settings: `calibration`, `field`,
+    `samples`, `length`, `seed`. Raises LlmcompressError; RunError where the loss on text that is held back did not
+    fall.
 
         >>> head = llmcompress.train_draft("model", "draft", steps=16, samples=32, written=0, length=64)
         >>> head.report["format"]
@@ -214,6 +215,6 @@ def train_draft(
         return restructured(
             cut.opened.out, lambda watch: pruned.train_pruned_draft(cut, watch), progress, stop, ALL_KEPT
         )
-    request = DraftRequest(steps, vocabulary or DRAFT_VOCABULARY, written, rate or DRAFT_RATE)
+    request = DraftRequest(kind, steps, vocabulary or DRAFT_VOCABULARY, written, rate or DRAFT_RATE)
     plan = plan_draft(Path(model), request, text, placed_)
     return restructured(plan.opened.out, lambda watch: head_training.train_draft(plan, watch), progress, stop, ALL_KEPT)

@@ -26,7 +26,8 @@ Kind = Annotated[
     DraftKind,
     typer.Option(
         "--kind",
-        help="eagle3: a head that reads hidden states of the model. prune: the model's first layers, as a model.",
+        help="eagle3: a head that reads hidden states of the model. medusa: blocks that read the last one alone. "
+        "prune: the model's first layers, as a model.",
     ),
 ]
 Layers = Annotated[
@@ -39,7 +40,7 @@ Vocabulary = Annotated[
         "--vocab",
         min=1,
         max=1 << 24,
-        help=f"Tokens that --kind eagle3 can draft: the most frequent ones of the text. Default: {DRAFT_VOCABULARY}.",
+        help=f"Tokens that a head can draft: the most frequent ones of the text. Default: {DRAFT_VOCABULARY}.",
     ),
 ]
 Written = Annotated[
@@ -62,12 +63,13 @@ Rate = Annotated[
     ),
 ]
 
-DOC = """Train what drafts tokens for a model, compressed or not: a head (EAGLE-3), or the model's own first layers.
+DOC = """Train what drafts tokens for a model, compressed or not: a head, or the model's own first layers.
 
-The head reads three hidden states of the model as it is served, and shares its embedding; it is written as vLLM reads \
-heads. With --kind prune the draft is a model: the first --layers with the norm and the head, decoded, as `depth` cuts \
-and `recover` trains. Both learn the model's predictions on the calibration text and on text that the model writes \
-itself. Nothing is written unless the loss on windows held back falls. `eval --draft` decodes with it."""
+A head of EAGLE-3 reads three hidden states of the model as it is served, and shares its embedding; blocks of Medusa \
+read the last one alone. Both are written as vLLM reads them. With --kind prune the draft is a model: the first \
+--layers with the norm and the head, decoded, as `depth` cuts and `recover` trains. All learn the model's predictions \
+on the calibration text and on text that the model writes itself. Nothing is written unless the loss on windows held \
+back falls. `eval --draft` decodes with it."""
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "model": (flags.Model, ...),
     "kind": (Kind, "eagle3"),
@@ -97,7 +99,7 @@ def _head(values: dict[str, Any]) -> None:
         from llmcompress.engine.draft.head_training import train_draft
 
         vocabulary, rate = values["vocab"] or DRAFT_VOCABULARY, values["rate"] or DRAFT_RATE
-        request = DraftRequest(values["steps"], vocabulary, values["written"], rate)
+        request = DraftRequest(values["kind"], values["steps"], vocabulary, values["written"], rate)
         plan = plan_draft(values["model"], request, text_of(values), flags.run_options(values))
     facts = {
         "output": str(plan.opened.out),

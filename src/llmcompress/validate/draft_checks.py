@@ -1,4 +1,4 @@
-"""Checks of a draft head of EAGLE-3: what its ids say agrees, and every shape is the one that config.json asks for."""
+"""Checks of a draft head: what its ids say agrees, and every shape is the one that config.json asks for."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +10,13 @@ from llmcompress.validate.findings import Check, guarded, summary
 from llmcompress.validate.published import file_sha256
 from llmcompress.validate.stored import Tensor
 
-DRAFT = "eagle3"
+EAGLE, MEDUSA = DRAFTS = "eagle3", "medusa"
 _STATES = 3  # hidden states of the target that `fc` reads
+
+
+def draft_form(config: Mapping[str, Any]) -> str | None:
+    """The kind of head that config.json is of; None for a model."""
+    return config.get("speculators_model_type") or (MEDUSA if config.get("model_type") == MEDUSA else None)
 
 
 def draft_checks(
@@ -29,6 +34,19 @@ def draft_checks(
 
 def _shape_wrongs(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
     """Tensors that are missing, too many, or of another shape."""
+    wanted = _medusa_shapes(config) if draft_form(config) == MEDUSA else _eagle_shapes(config)
+    wrong = [f"{name} is missing" for name in wanted.keys() - tensors.keys()]
+    wrong += [f"{name} has no place in a head" for name in tensors.keys() - wanted.keys()]
+    wrong += [
+        f"{name} is {list(tensors[name].shape)}, config.json asks for {list(shape)}"
+        for name, shape in wanted.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    return sorted(wrong)
+
+
+def _eagle_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor of an EAGLE-3 head."""
     layer = config["transformer_layer_config"]
     hidden, inner, width = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
     queries, keys = layer["num_attention_heads"] * width, layer["num_key_value_heads"] * width
@@ -40,7 +58,7 @@ def _shape_wrongs(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> l
         **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden)),
         "mlp.down_proj": (hidden, inner),
     }
-    wanted = {
+    return {
         "fc.weight": (hidden, _STATES * hidden),
         **{f"layers.0.{name}.weight": shape for name, shape in below.items()},
         "norm.weight": (hidden,),
@@ -48,23 +66,29 @@ def _shape_wrongs(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> l
         "d2t": (config["draft_vocab_size"],),
         "t2d": (layer["vocab_size"],),
     }
-    wrong = [f"{name} is missing" for name in wanted.keys() - tensors.keys()]
-    wrong += [f"{name} has no place in a head" for name in tensors.keys() - wanted.keys()]
-    wrong += [
-        f"{name} is {list(tensors[name].shape)}, config.json asks for {list(shape)}"
-        for name, shape in wanted.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    return sorted(wrong)
+
+
+def _medusa_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor of heads of Medusa that share one matrix of logits."""
+    hidden, able = config["hidden_size"], config["truncated_vocab_size"]
+    blocks = [(block, layer) for block in range(config["num_heads"]) for layer in range(config["num_hidden_layers"])]
+    ids = {"token_map": (able,)} if able < config["vocab_size"] else {}
+    layers = {f"blocks.{block}.layers.{layer}.weight": (hidden, hidden) for block, layer in blocks}
+    return {**layers, "lm_head.weight": (able, hidden), **ids}
 
 
 def _ids(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Check:
-    """Whether d2t and t2d name the same tokens of the target, each once."""
-    vocabulary = config["transformer_layer_config"]["vocab_size"]
-    ids = np.arange(config["draft_vocab_size"]) + tensors["d2t"].array()
-    known = np.flatnonzero(tensors["t2d"].array())
-    wrong = [f"d2t leads to token {token}, of {vocabulary}" for token in ids[(ids < 0) | (ids >= vocabulary)]]
-    if not wrong and not np.array_equal(np.sort(ids), known):
+    """Whether the tokens that can be drafted are some of the target's, each once."""
+    if draft_form(config) == MEDUSA:
+        vocabulary, name = config["vocab_size"], "token_map"
+        ids = tensors[name].array() if name in tensors else np.arange(config["truncated_vocab_size"])
+    else:
+        vocabulary, name = config["transformer_layer_config"]["vocab_size"], "d2t"
+        ids = np.arange(config["draft_vocab_size"]) + tensors[name].array()
+    wrong = [f"{name} leads to token {token}, of {vocabulary}" for token in ids[(ids < 0) | (ids >= vocabulary)]]
+    if not wrong and len(np.unique(ids)) < len(ids):
+        wrong.append(f"{name} names a token twice")
+    if not wrong and name == "d2t" and not np.array_equal(np.sort(ids), np.flatnonzero(tensors["t2d"].array())):
         wrong.append("d2t and t2d name other tokens")
     return summary("ids", wrong, f"{len(ids)} of {vocabulary} tokens can be drafted")
 

@@ -11,7 +11,7 @@ from llmcompress.calib.documents import Document, token_ids
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import GateError, RecipeError
-from llmcompress.store.draft_head import is_draft
+from llmcompress.model.draft_heads.files import is_draft
 from llmcompress.store.headers import refuse_adapter
 from llmcompress.validate.adapted_model import adapt_whole
 from llmcompress.validate.backend import Backend, Say, compute_dtype, open_backend
@@ -94,9 +94,12 @@ def _by_head(
     if getattr(target, "_is_stateful", False):
         raise RecipeError(f"{ref} keeps a state from which no token can be taken back, so that nothing can be drafted")
     drafter = open_head(path, ref, target.config, target.get_input_embeddings().weight.detach(), common["dtype"])
-    model = ModelTarget(target, open_streamed(ref, **common).spec.layers, drafter.head.shape.states)
+    most = drafter.shape.most
+    if most is not None and guesses > most:
+        raise RecipeError(f"{path} drafts {most} tokens at a time, not {guesses}", f"use --draft-tokens {most}")
+    model = ModelTarget(target, open_streamed(ref, **common).spec.layers, drafter.shape.states)
     found = speculate_with_head(model, drafter, ids, tokens, guesses, _SEED)
-    return found, variations_by_depth(model, drafter, found, depths_of(guesses))
+    return found, variations_by_depth(model, drafter, found, most or depths_of(guesses))
 
 
 def _refuse_not_finite(path: Path, _: Any, __: Any, out: Any) -> None:

@@ -1,4 +1,4 @@
-"""Speculative decoding with an EAGLE-3 head, which drafts upon hidden states of its target.
+"""Speculative decoding with a draft head, which drafts upon hidden states of its target.
 
 A token x that was drafted with chance q(x) is accepted with chance min(1, p(x) / q(x)) where the target gives it p(x);
 in place of a rejected one a token is drawn from max(p - q, 0), normalised. So the text has the target's distribution
@@ -16,10 +16,12 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from llmcompress.errors import CheckpointError
-from llmcompress.model.eagle import EagleHead, SeenRows, drafted_ids
-from llmcompress.store.draft_head import IDS, DraftShape, read_draft
+from llmcompress.model.draft_heads.base import DraftHead, DraftShape
+from llmcompress.model.draft_heads.files import read_draft
 from llmcompress.validate.speculative import Drafted
 from llmcompress.validate.token_statistics import Array
+
+_AT_HEAD = -1  # stands for what the model's head reads
 
 
 class Draws(Protocol):
@@ -51,7 +53,7 @@ class Judge(Protocol):
     """The target: a model that reads tokens one after the other."""
 
     def read(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Chances [tokens, vocabulary] of what follows each further token, and its hidden states [tokens, 3 hidden]."""
+        """Chances [tokens, vocabulary] of what follows each further token, and its hidden states [tokens, width]."""
         ...
 
     def forget(self, length: int) -> None:
@@ -63,11 +65,11 @@ class Drafter(Protocol):
     """A head that reads tokens, each beside the hidden states of the token before."""
 
     def read(self, ids: Sequence[int], states: Tensor) -> Tensor:
-        """Chances [vocabulary] of what follows the last of further tokens. states [tokens, 3 hidden]."""
+        """Chances [vocabulary] of what follows the last of further tokens. states [tokens, width]."""
         ...
 
     def read_own(self, token: int) -> Tensor:
-        """The same of one token that was drafted, beside the head's own output, until `read` is called again."""
+        """The same of one token that was drafted, until `read` is called again."""
         ...
 
 
@@ -109,12 +111,17 @@ def left_over(wanted: Tensor, chances: Tensor) -> Tensor:
 
 
 class ModelTarget:
-    """A transformers model with its cache. layers: path of the list of its layers."""
+    """A transformers model with its cache. layers: path of the list of its layers.
+
+    states: numbers of the hidden states that are wanted; where there are none, what the model's head reads.
+    """
 
     def __init__(self, model: Any, layers: str, states: Sequence[int]) -> None:
-        self.model, self.states = model, states
+        self.model, self.states = model, states or (_AT_HEAD,)
         self._cache, self._found = DynamicCache(), dict[int, Tensor]()
         modules = list(model.get_submodule(layers).children())
+        if not states:
+            model.get_output_embeddings().register_forward_pre_hook(self._entering(_AT_HEAD), with_kwargs=True)
         for number in states:
             if number < len(modules):
                 modules[number].register_forward_pre_hook(self._entering(number), with_kwargs=True)
@@ -157,37 +164,25 @@ class ModelTarget:
 class HeadDrafter:
     """A head beside the embedding [vocabulary, hidden] of its target. ids: of the tokens that it can draft."""
 
-    def __init__(self, head: EagleHead, embedding: Tensor, ids: Tensor) -> None:
-        self.head, self.embedding, self.ids = head, embedding, ids
-        self._rows: SeenRows | None = None  # of tokens whose hidden states of the target are known
-        self._own: SeenRows | None = None  # and of those that were drafted since
-        self._output: Tensor | None = None  # of the last row
+    def __init__(self, head: DraftHead, shape: DraftShape, embedding: Tensor, ids: Tensor) -> None:
+        self.head, self.shape, self.embedding, self.ids = head, shape, embedding, ids
+        self.begin()
 
     def begin(self) -> None:
         """Forget all that was read."""
-        self._rows = self._own = self._output = None
+        self._drafting = self.head.drafting()
 
     @torch.no_grad()
     def read(self, ids: Sequence[int], states: Tensor) -> Tensor:
-        self._rows = self._advance(ids, self.head.fused(states), self._rows)
-        self._own = self._rows
-        return self._chances()
+        embedded = self.embedding[torch.tensor(list(ids), device=self.embedding.device)]
+        return self._chances(self._drafting.read(embedded, states))
 
     @torch.no_grad()
     def read_own(self, token: int) -> Tensor:
-        assert self._output is not None  # something was read before
-        self._own = self._advance([token], self._output[None], self._own)
-        return self._chances()
+        return self._chances(self._drafting.read_own(self.embedding[token]))
 
-    def _advance(self, ids: Sequence[int], features: Tensor, before: SeenRows | None) -> SeenRows:
-        embedded = self.embedding[torch.tensor(list(ids), device=self.embedding.device)].to(features.dtype)
-        outputs, rows = self.head.advance(embedded, features, 0 if before is None else len(before.key), before)
-        self._output = outputs[-1]
-        return rows
-
-    def _chances(self) -> Tensor:
-        assert self._output is not None
-        return self.spread(self.head.logits(self._output[None]))[0]
+    def _chances(self, output: Tensor) -> Tensor:
+        return self.spread(self.head.logits(output[None]))[0]
 
     def spread(self, logits: Tensor) -> Tensor:
         """Chances [rows, vocabulary] of all tokens, from logits [rows, draft vocabulary]."""
@@ -203,17 +198,17 @@ def open_head(path: Path, ref: Path, config: Any, embedding: Tensor, dtype: torc
     _refuse_other(path, shape, ref, config.get_text_config(), embedding)
     device = embedding.device
     weights = {name: checkpoint.read_finite(name).to(device, dtype) for name in shape.matrices}
-    ids = drafted_ids(checkpoint.read(IDS).to(device))
+    ids = shape.ids(checkpoint.read).to(device)
     if int(ids.min()) < 0 or int(ids.max()) >= shape.target_vocabulary or len(torch.unique(ids)) != len(ids):
-        raise CheckpointError(f"{path} drafts tokens that {ref} does not have, by its d2t")
-    return HeadDrafter(EagleHead(shape, weights), embedding, ids)
+        raise CheckpointError(f"{path} drafts tokens that {ref} does not have, by its {shape.ids_name}")
+    return HeadDrafter(shape.head(weights), shape, embedding, ids)
 
 
 def _refuse_other(path: Path, shape: DraftShape, ref: Path, config: Any, embedding: Tensor) -> None:
     facts = {"tokens": (shape.target_vocabulary, embedding.shape[0]), "channels": (shape.hidden, embedding.shape[1])}
-    layers = config.num_hidden_layers
-    if layers < shape.states[-1]:
-        facts["layers or more"] = shape.states[-1], layers
+    layers, read = config.num_hidden_layers, max(shape.states, default=0)
+    if layers < read:
+        facts["layers or more"] = read, layers
     for what, (own, found) in facts.items():
         if own != found:
             raise CheckpointError(
@@ -239,7 +234,7 @@ def variations_by_depth(target: ModelTarget, drafter: HeadDrafter, drafted: Draf
     """Total variation [depths, new] at the prefix of every new token, when so many tokens before it were drafted."""
     wanted, states = target.whole(drafted.ids)
     embedded = drafter.embedding[drafted.ids[1:]].to(states.dtype)
-    outputs = drafter.head.unrolled(embedded, drafter.head.fused(states[:-1]), depths)
+    outputs = drafter.head.unrolled(embedded, states[:-1], depths)
     first = drafted.prompt - 2  # the row of the prompt's last token
     rows = []
     for output in outputs:

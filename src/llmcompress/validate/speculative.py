@@ -113,15 +113,15 @@ def total_variations(target: nn.Module, draft: nn.Module, drafted: Drafted) -> A
 def acceptance_figures(drafted: Drafted, tv: Array) -> dict[str, Any]:
     """Figures of a drafted text: as measured, and as tv [new] predicts for the same steps.
 
-    tv may be [depths, new], where it hangs on how many tokens of a step come before: one row for each number of them.
+    tv may be [depths, new], where it hangs on how many tokens of a step come before: one row for each number of them,
+    as many as can be drafted.
 
     acceptance: share of judged tokens that were accepted; tokens after a step's first rejected token are not judged.
     """
     accepted, proposed = np.array(drafted.accepted), np.array(drafted.proposed)
     judged = accepted + (accepted < proposed)
     depths = depths_of(int(proposed.max(initial=0)))
-    rows = 1 - np.atleast_2d(tv)[:depths]  # fewer are proposed than were asked for where the text ends
-    chance: Array = np.broadcast_to(rows, (depths, rows.shape[1]))
+    chance: Array = 1 - tv[:depths] if tv.ndim == 2 else np.broadcast_to(1 - tv, (depths, len(tv)))
     own = np.concatenate(
         [chance.diagonal(start)[:count] for start, count in zip(drafted.starts, judged, strict=True)] or [np.empty(0)]
     )
@@ -141,7 +141,7 @@ def acceptance_figures(drafted: Drafted, tv: Array) -> dict[str, Any]:
         "tokens_per_step_expected": {
             str(count): significant(1 + np.mean([_accepted(chance, start, count) for start in range(chance.shape[1])]))
             for count in GUESSES
-            if count <= chance.shape[1]
+            if count <= min(chance.shape)
         },
     }
 

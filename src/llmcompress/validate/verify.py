@@ -35,7 +35,7 @@ import numpy as np
 from llmcompress.validate.config_checks import config_wrongs
 from llmcompress.validate.declared_schemes import format_of, missing_parts
 from llmcompress.validate.directory import ROWS, Directory
-from llmcompress.validate.draft_checks import DRAFT, draft_checks
+from llmcompress.validate.draft_checks import DRAFTS, draft_checks, draft_form
 from llmcompress.validate.findings import Check, guarded, guarded_list, summary
 from llmcompress.validate.float4 import StoredFloat4
 from llmcompress.validate.kv_scale_checks import cache_scales, cache_wrongs
@@ -64,7 +64,7 @@ def verify(out: Path, source: Path | None = None, adapter: Path | None = None) -
     try:
         tensors = read_tensors(out)
         config = read_json(out / (_ADAPTER if is_adapter else "config.json"))
-        form = "lora" if is_adapter else str(config.get("speculators_model_type") or format_of(config))
+        form = "lora" if is_adapter else draft_form(config) or format_of(config)
     except (DamageError, OSError) as error:
         return [Check("files", False, str(error))]
     checks = [
@@ -86,7 +86,7 @@ def verify(out: Path, source: Path | None = None, adapter: Path | None = None) -
     checks.append(summary("finite", infinite, "every value"))
     if is_adapter:  # what it corrects is another directory's, and for `eval --adapter` to judge
         return checks
-    if form == DRAFT:
+    if form in DRAFTS:
         return checks + draft_checks(config, tensors, report, source)
     checks.append(guarded("config", lambda: summary("config", config_wrongs(directory), "keys and tensors agree")))
     checks.append(guarded("plan", lambda: summary("plan", plan_wrongs(out), "config.json fits the headers")))
@@ -116,7 +116,7 @@ def _report_wrongs(report: Mapping[str, Any], form: str) -> list[str]:
     wrong = [
         f"report.json has no {key!r}"
         for key in _KEYS
-        if key not in report and (key != "linears" or form not in ("lora", DRAFT))
+        if key not in report and (key != "linears" or form not in ("lora", *DRAFTS))
     ]
     if report.get("format", form) != form:
         wrong.append(f"report.json says format {report['format']}, config.json says {form}")

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ggufmodels import small_config
-from llmcompress.engine.draft.draft_plan import DEPTHS, DraftRequest, plan_draft, states_of
+from llmcompress.engine.draft.draft_plan import DraftRequest, plan_draft
 from llmcompress.engine.draft.head_training import train_draft
 from llmcompress.engine.draft.learner import DraftLearner, frequent
 from llmcompress.engine.draft.states import target_model, target_states, training_text
@@ -15,9 +15,11 @@ from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import CheckpointError, PlanError, RunError
-from llmcompress.model.eagle import EagleHead
+from llmcompress.model.draft_heads.base import CALM
+from llmcompress.model.draft_heads.eagle3 import EagleShape
+from llmcompress.model.draft_heads.files import head_kinds, read_draft
+from llmcompress.model.draft_heads.medusa import MedusaShape
 from llmcompress.recipe import Calibration, build, parse
-from llmcompress.store.draft_head import IDS, DraftShape, read_draft
 from llmcompress.store.staging import Staging
 from llmcompress.validate.load import load_whole
 from llmcompress.workers import SERIAL
@@ -39,19 +41,39 @@ def model(random_model_dir):
     return random_model_dir("llama", num_hidden_layers=4)
 
 
-def planned(model, out, ids, steps=8, rate=1e-3, samples=64, written=0, threads=1, vocabulary=40, length=LENGTH):
+def planned(
+    model, out, ids, steps=8, rate=1e-3, samples=64, written=0, threads=1, vocabulary=40, length=LENGTH, kind="eagle3"
+):
     text = build(Calibration, {"source": str(ids), "samples": samples, "length": length}, "here")
     options = Options(out=out, compute_dtype="float32", threads=threads)
-    return plan_draft(model, DraftRequest(steps, vocabulary, written, rate), text, options)
+    return plan_draft(model, DraftRequest(kind, steps, vocabulary, written, rate), text, options)
 
 
 def drafted(*arguments, **settings):
     return train_draft(planned(*arguments, **settings))
 
 
-def test_the_loss_is_the_divergence_of_each_depth_and_its_gradients_are_slopes(model, ids, tmp_path):
+MOVED = {  # some tensors of each kind
+    "eagle3": ("fc.weight", "lm_head.weight", "norm.weight", "layers.0.self_attn.q_proj.weight"),
+    "medusa": ("lm_head.weight", "blocks.0.layers.0.weight", "blocks.3.layers.0.weight"),
+}
+
+
+def states_read(whole, out, shape):
+    """What a head reads of a text, by transformers' whole model: side by side [tokens, width]."""
+    if not shape.states:
+        return out.hidden_states[-1][0]
+    every = list(out.hidden_states[:-1])
+    positions = whole.model.rotary_emb(every[-1], torch.arange(LENGTH)[None])
+    behind = whole.model.layers[-1](every[-1], position_embeddings=positions, attention_mask=None)
+    every.append(behind if torch.is_tensor(behind) else behind[0])
+    return torch.cat([every[number][0] for number in shape.states], dim=-1)
+
+
+@pytest.mark.parametrize("kind", MOVED)
+def test_the_loss_is_the_divergence_of_each_depth_and_its_gradients_are_slopes(kind, model, ids, tmp_path):
     """Against transformers' whole model and its hidden states in float64; gradients by differences."""
-    plan = planned(model, tmp_path / "out", ids)
+    plan = planned(model, tmp_path / "out", ids, kind=kind)
     given = plan.opened.tokens()
     staged = Staging(tmp_path / "work", plan.identity)
     with SERIAL.with_threads(1) as workers:
@@ -59,7 +81,7 @@ def test_the_loss_is_the_divergence_of_each_depth_and_its_gradients_are_slopes(m
         states = target_states(plan, target, text.tokens, staged, workers, lambda: None)
         with target.outer(embed=True, head=True):
             learner = DraftLearner(plan, target, text, states, workers)
-            gains = learner.trained["norm.weight"].learnt.clone()
+            begun = {name: item.value().clone() for name, item in learner.trained.items()}
             generator = torch.Generator().manual_seed(3)
             for item in learner.trained.values():
                 item.learnt += 0.05 * torch.randn(item.learnt.shape, generator=generator)
@@ -67,7 +89,7 @@ def test_the_loss_is_the_divergence_of_each_depth_and_its_gradients_are_slopes(m
                 loss, gradients = learner.gradients([0, 5])
                 assert learner.divergence([0, 5]) == pytest.approx(loss, rel=1e-5)
                 values = {name: item.value().clone() for name, item in learner.trained.items()}
-                for name in ("fc.weight", "lm_head.weight", "norm.weight", "layers.0.self_attn.q_proj.weight"):
+                for name in MOVED[kind]:
                     item = learner.trained[name]
                     before, gradient = item.learnt.clone(), gradients[name]
                     step = 1e-2 * gradient / gradient.norm()
@@ -79,30 +101,28 @@ def test_the_loss_is_the_divergence_of_each_depth_and_its_gradients_are_slopes(m
                     assert sides[0] - sides[1] == pytest.approx(2e-2 * float(gradient.norm()), rel=0.05), name
     staged.close()
     whole = load_whole(model, dtype=torch.float64)
-    norm = whole.model.norm.weight.detach().float().abs()
-    torch.testing.assert_close(gains / norm, torch.full_like(norm, float(gains[0] / norm[0])), rtol=1e-2, atol=0)
-    head = EagleHead(plan.shape, {name: value.double() for name, value in values.items()})
+    if kind == "eagle3":
+        norm, gains = whole.model.norm.weight.detach().float().abs(), begun["norm.weight"]
+        torch.testing.assert_close(gains / norm, torch.full_like(norm, float(gains[0] / norm[0])), rtol=1e-2, atol=0)
+    else:
+        rows = whole.get_output_embeddings().weight.detach().float()[learner.ids]
+        torch.testing.assert_close(begun["lm_head.weight"], CALM * rows)
+    head = plan.shape.head({name: value.double() for name, value in values.items()})
     total = 0.0
     for window in (0, 5):
         tokens = text.tokens[window]
         with torch.no_grad():
             out = whole(tokens[None], output_hidden_states=True)
-            every = [*out.hidden_states[:-1]]
-            behind = whole.model.layers[-1](
-                every[-1],
-                position_embeddings=whole.model.rotary_emb(every[-1], torch.arange(LENGTH)[None]),
-                attention_mask=None,
-            )
-            every.append(behind if torch.is_tensor(behind) else behind[0])
-            fused = head.fused(torch.cat([every[number][0, :-1] for number in plan.shape.states], dim=-1))
+            states = states_read(whole, out, plan.shape)[:-1]
             embedded = whole.model.embed_tokens.weight[tokens[1:]]
-            for depth, output in enumerate(head.unrolled(embedded, fused, DEPTHS)):
+            depths = head_kinds()[kind].depths
+            for depth, output in enumerate(head.unrolled(embedded, states, depths)):
                 for row in range(depth, LENGTH - 1):
                     p = out.logits[0, row + 1].softmax(-1)[learner.ids]
                     q = head.logits(output[row : row + 1])[0].softmax(-1)
                     share = p.sum()
                     divergence = share * (p / share * (p / share / q).log()).sum()
-                    total += float(divergence) / (LENGTH - 1 - depth) / DEPTHS / 2
+                    total += float(divergence) / (LENGTH - 1 - depth) / depths / 2
     assert loss == pytest.approx(total, rel=1e-3)
 
 
@@ -134,6 +154,34 @@ def test_training_brings_the_head_nearer_and_writes_what_vllm_reads(model, ids, 
     assert str(tmp_path) not in written
 
 
+def test_blocks_of_medusa_learn_and_are_written_as_vllm_reads_them(model, ids, tmp_path):
+    report = drafted(model, tmp_path / "out", ids, steps=48, rate=1e-2, kind="medusa")
+    held = report["draft"]["held_back"]["calibration"]
+    assert held["loss"] < 0.9 * held["loss_before"]
+    assert (report["format"], len(held["acceptance"])) == ("medusa", 4)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: config[key] for key in ("architectures", "model_type", "num_heads", "num_hidden_layers")} == {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "num_heads": 4,
+        "num_hidden_layers": 1,
+    }
+    assert (config["original_lm_head"], config["truncated_vocab_size"]) == (True, 40)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(tensors) == {"lm_head.weight", "token_map", *(f"blocks.{block}.layers.0.weight" for block in range(4))}
+    counted = frequent(
+        load_file(ids)["input_ids"][[n for n in range(64) if n % 16 != 15]], read_draft(tmp_path / "out")[0]
+    )
+    assert torch.equal(tensors["token_map"], counted)
+
+
+def test_all_tokens_need_no_map(model, ids, tmp_path):
+    drafted(model, tmp_path / "out", ids, steps=8, rate=1e-2, kind="medusa", vocabulary=10**6)
+    shape, checkpoint = read_draft(tmp_path / "out")
+    assert "token_map" not in load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(shape.ids(checkpoint.read), torch.arange(shape.target_vocabulary))
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -145,9 +193,9 @@ def test_training_brings_the_head_nearer_and_writes_what_vllm_reads(model, ids, 
     ids=str,
 )
 def test_a_head_that_computes_something_else_is_refused(said, tmp_path):
-    shape = DraftShape(16, 32, 2, 2, 8, 24, 96, 128, 1e-5, 1e4, (1, 2, 3))
+    shape = EagleShape(16, 24, 96, (1, 2, 3), 32, 2, 2, 8, 128, 1e-5, 1e4)
     tensors = {name: torch.zeros(size) for name, size in shape.matrices.items()}
-    save_file({**tensors, IDS: torch.zeros(24, dtype=torch.int64)}, tmp_path / "model.safetensors")
+    save_file({**tensors, "d2t": torch.zeros(24, dtype=torch.int64)}, tmp_path / "model.safetensors")
     config = shape.config("float32", 3, "target", ["LlamaForCausalLM"])
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_draft(tmp_path)[0] == shape
@@ -158,16 +206,8 @@ def test_a_head_that_computes_something_else_is_refused(said, tmp_path):
 
 
 def test_frequent_tokens_are_counted():
-    from llmcompress.store.draft_head import DraftShape
-
-    shape = DraftShape(8, 8, 2, 2, 4, 3, 10, 64, 1e-5, 1e4, (0, 1, 2))
+    shape = MedusaShape(8, 3, 10, (), 4, 1)
     assert frequent(torch.tensor([[7, 7, 5, 5, 5, 9, 2]]), shape).tolist() == [2, 5, 7]
-
-
-def test_states_are_those_of_vllm_or_the_last_ones():
-    assert states_of(30) == (2, 15, 27)
-    assert states_of(7) == (2, 3, 4)
-    assert all(len(set(states_of(layers))) == 3 and max(states_of(layers)) <= layers for layers in range(2, 99))
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
@@ -192,9 +232,10 @@ def test_compressed_models_are_drafted_for_as_they_are_served(form, model, ids, 
     staged.close()
 
 
-def test_the_same_bytes_for_any_number_of_threads(model, ids, tmp_path):
+@pytest.mark.parametrize("kind", MOVED)
+def test_the_same_bytes_for_any_number_of_threads(kind, model, ids, tmp_path):
     for threads in (1, 2):
-        drafted(model, tmp_path / f"to{threads}", ids, threads=threads, steps=16)
+        drafted(model, tmp_path / f"to{threads}", ids, threads=threads, steps=16, kind=kind)
     names = {file.name for file in (tmp_path / "to1").iterdir()}
     assert names == {"README.md", "config.json", "model.safetensors", "report.json"}
     assert all((tmp_path / "to1" / name).read_bytes() == (tmp_path / "to2" / name).read_bytes() for name in names)
@@ -228,6 +269,7 @@ def test_what_no_head_can_be_trained_on_is_refused(model, random_model_dir, ids,
         planned(model, to, ids, written=16)
     with pytest.raises(PlanError, match="too few for a head that reads 3 states"):
         planned(random_model_dir("llama", num_hidden_layers=1), to, ids)
+    assert planned(random_model_dir("llama", num_hidden_layers=1), to, ids, kind="medusa").shape.most == 4
     with pytest.raises(PlanError, match="heads of 15 channels have no rotary positions"):
         planned(random_model_dir("gpt2", hidden_size=60, num_attention_heads=4), to, ids)
     with pytest.raises(CheckpointError):

@@ -24,6 +24,8 @@ COMMANDS = {  # each with a number of threads
     "draft of first layers": (1, ["draft", "--kind", "prune", "--layers", 1, "--steps", 2, "--samples", 32,
                                   "--length", 512, "--written", 16]),
     "draft": (1, ["draft", "--steps", 2, "--samples", 32, "--length", 512, "--written", 0, "--rate", 1e-4]),
+    "draft of medusa": (1, ["draft", "--kind", "medusa", "--steps", 2, "--samples", 32, "--length", 512, "--written", 0,
+                            "--rate", 1e-4]),
 }  # fmt: skip
 LEARNING = ("recover of weights", "recover of low rank")
 SMALL = ModelSizes([[Matrix("a", 256, 256, False)] * 4], 256, 8192, (256 * 8192, 512 * 8192), 512)

@@ -1,6 +1,5 @@
 """Planning a draft head: its sizes, by the target's config, and what training it takes."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
@@ -17,23 +16,24 @@ from llmcompress.engine.structure.source_model import OpenModel, open_model
 from llmcompress.engine.train.training import LEAST, ONE_OF
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import TensorSpec
+from llmcompress.model.draft_heads.base import DraftShape, HeadKind, Target
+from llmcompress.model.draft_heads.files import head_kinds
 from llmcompress.recipe import Calibration
-from llmcompress.store.draft_head import AUXILIARY, KIND, DraftShape
 from llmcompress.store.files import refuse_unwritable
 from llmcompress.store.headers import ModelHeaders, read_headers
 from llmcompress.store.side_files import has_tokenizer
 
 GUESSES = 4  # tokens drafted at a time, where nobody says how many
-DEPTHS = 3  # of training-time test: tokens that are drafted one upon the other
-_EPS, _THETA, _POSITIONS = 1e-5, 10_000.0, 2048  # of targets whose config does not say them
 
 
 class DraftRequest(NamedTuple):
-    """What a user asks for. steps: of training, each of AT_ONCE windows. vocabulary: most tokens that can be drafted.
+    """What a user asks for. kind: of head. steps: of training, each of AT_ONCE windows.
 
-    written: windows that the model writes itself, beside the calibration text. rate: the highest.
+    vocabulary: most tokens that can be drafted. written: windows that the model writes itself, beside the calibration
+    text. rate: the highest.
     """
 
+    kind: str
     steps: int
     vocabulary: int
     written: int
@@ -51,6 +51,10 @@ class DraftPlan:
     memory_bytes: int
     scratch_bytes: int
     work: Path
+
+    @property
+    def kind(self) -> HeadKind:
+        return head_kinds()[self.request.kind]
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -84,24 +88,26 @@ def plan_draft(model: Path, request: DraftRequest, text: Calibration, options: O
     """Check from headers that a head can be trained for a model. Raises LlmcompressError."""
     options = options or Options()
     refuse_text(model, text, request.written)
-    if text.length <= max(DEPTHS, GUESSES):
+    kind = head_kinds()[request.kind]
+    drafted = max(kind.depths, GUESSES)
+    if text.length <= drafted:
         raise PlanError(
-            f"windows of {text.length} tokens have none that is judged after {max(DEPTHS, GUESSES)} drafted ones",
+            f"windows of {text.length} tokens have none that is judged after {drafted} drafted ones",
             "use a longer --length",
         )
     opened = open_model(decoded_headers(read_headers(model)), text, options, "draft")
-    shape = _shape(opened, request.vocabulary)
+    embedding = _embedding(opened)
+    shape = kind.shape(_target(opened), request.vocabulary)
     windows = text.samples + request.written
     numbers = len({*shape.states, opened.matrices.layers})
     scratch = windows * text.length * shape.hidden * opened.resources.item_bytes * (numbers + 2)
     work = options.work or opened.out.with_name(f"{opened.out.name}.work")
     refuse_unwritable(work)
-    dtype = _embedding(opened).dtype
     learnt = sum(prod(part) for part in shape.matrices.values())
-    plan = DraftPlan(opened, shape, request, dtype, 0, scratch + 16 * learnt, work)  # and what Adam keeps
+    plan = DraftPlan(opened, shape, request, embedding.dtype, 0, scratch + 16 * learnt, work)  # and what Adam keeps
     check_room((opened.out, plan.nbytes), (work, plan.scratch_bytes))
     written = request.written
-    memory = partial(draft_memory, opened.sizes, head=shape, learnt=learnt, depths=DEPTHS, written=written)
+    memory = partial(draft_memory, opened.sizes, head=shape, learnt=learnt, depths=kind.depths, written=written)
     opened = opened.within_memory(memory)
     return replace(plan, opened=opened, memory_bytes=memory(opened.resources).peak("host"))
 
@@ -130,45 +136,11 @@ def _embedding(opened: OpenModel) -> TensorSpec:
     name = opened.anatomy.outer(opened.matrices.spec.embed) or opened.anatomy.outer(opened.matrices.spec.head)
     width = hidden_width(opened.headers)
     if name is None or opened.headers.tensors[name].spec.shape[-1] != width:
-        path = opened.headers.path
-        raise PlanError(f"{path} has no embedding as wide as its {width} channels, which a head of {KIND} shares")
+        raise PlanError(f"{opened.headers.path} has no embedding as wide as its {width} channels, as a head needs one")
     return opened.headers.tensors[name].spec
 
 
-def _shape(opened: OpenModel, vocabulary: int) -> DraftShape:
-    """The sizes of the head: those of a layer of the target, where its config says them as llama does."""
-    config: Any = config_of(opened.headers, opened.options.trust_remote_code).get_text_config()
-    config.allow_global_per_layer_attribute_access = True  # of Gemma 4, where layers differ, what most layers have
-    layers, hidden, target = opened.matrices.layers, hidden_width(opened.headers), vocabulary_size(opened.headers)
-    if layers < AUXILIARY - 1:
-        raise PlanError(f"{opened.headers.path} has {layers} layer, too few for a head that reads {AUXILIARY} states")
-    heads = _whole(config, "num_attention_heads") or 1
-    head_dim = _whole(config, "head_dim") or hidden // heads
-    if head_dim % 2:
-        raise PlanError(f"heads of {head_dim} channels have no rotary positions, which a head of {KIND} needs")
-    kv_heads = _whole(config, "num_key_value_heads") or heads
-    rope = getattr(config, "rope_parameters", None)
-    theta = rope.get("rope_theta") if isinstance(rope, Mapping) else None
-    return DraftShape(
-        hidden=hidden,
-        inner=_whole(config, "intermediate_size") or 4 * hidden,
-        heads=heads,
-        kv_heads=kv_heads if heads % kv_heads == 0 else heads,
-        head_dim=head_dim,
-        vocabulary=min(vocabulary, target),
-        target_vocabulary=target,
-        positions=_whole(config, "max_position_embeddings") or _POSITIONS,
-        eps=float(getattr(config, "rms_norm_eps", None) or _EPS),
-        theta=float(theta or _THETA),
-        states=states_of(layers),
-    )
-
-
-def states_of(layers: int) -> tuple[int, ...]:
-    """Numbers of the hidden states that are read: vLLM's default, or the last three where that names one twice."""
-    return (2, layers // 2, layers - 3) if layers > 6 else (layers - 2, layers - 1, layers)
-
-
-def _whole(config: Any, name: str) -> int | None:
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) and value > 0 else None
+def _target(opened: OpenModel) -> Target:
+    headers = opened.headers
+    config = config_of(headers, opened.options.trust_remote_code).get_text_config()
+    return Target(headers.path, config, opened.matrices.layers, hidden_width(headers), vocabulary_size(headers))

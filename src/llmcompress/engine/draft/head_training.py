@@ -1,4 +1,4 @@
-"""A draft head for a model, trained on the model's own hidden states, and written as vLLM reads heads."""
+"""A draft head for a model, trained on the model's own hidden states, and written as engines read heads."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -19,9 +19,10 @@ from llmcompress.engine.process.process_memory import keep_freed_memory
 from llmcompress.engine.structure.derived_model import calibration_facts
 from llmcompress.engine.train.training import AT_ONCE, Look, NoGainError, Training, TrainingText
 from llmcompress.engine.write.run_report import source_record
+from llmcompress.model.draft_heads.base import HeadKind
+from llmcompress.model.draft_heads.files import CONFIG
 from llmcompress.significant import significant
 from llmcompress.store.checkpoint import DTYPES
-from llmcompress.store.draft_head import CONFIG, IDS, KIND, KNOWN
 from llmcompress.store.output import OutputDirectory
 from llmcompress.store.staging import Staging
 from llmcompress.workers import SERIAL
@@ -76,7 +77,7 @@ def _written(plan: DraftPlan, learner: DraftLearner, out: OutputDirectory, recor
     out.write_json(CONFIG, plan.shape.config(str(dtype).removeprefix("torch."), GUESSES, name, architectures))
     report = {
         "llmcompress": __version__,
-        "format": KIND,
+        "format": plan.kind.name,
         "source": {**source_record(opened.headers), "contents_sha256": stored(opened.headers).contents},
         "calibration": record["calibration"],
         "compute_dtype": opened.resources.dtype,
@@ -85,15 +86,14 @@ def _written(plan: DraftPlan, learner: DraftLearner, out: OutputDirectory, recor
         "ledger": opened.ledger.as_json(),
         "tensors": hashes,
     }
-    out.write_text("README.md", _card(name, report))
+    out.write_text("README.md", _card(name, plan.kind, report))
     return out.write_report(report)
 
 
 def _tensors(plan: DraftPlan, learner: DraftLearner, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     for name, item in learner.trained.items():
         yield name, item.value().to(dtype)
-    yield IDS, learner.ids - torch.arange(len(learner.ids))
-    yield KNOWN, torch.zeros(plan.shape.target_vocabulary, dtype=torch.bool).index_fill_(0, learner.ids, True)
+    yield from plan.shape.id_tensors(learner.ids).items()
 
 
 def _record(
@@ -124,17 +124,18 @@ def _record(
     }
 
 
-def _card(target: str, report: Mapping[str, Any]) -> str:
+def _card(target: str, kind: HeadKind, report: Mapping[str, Any]) -> str:
     made = report["draft"]
     rows = "\n".join(f"| {name} | {item['accepted_per_step']:.2f} |" for name, item in made["held_back"].items())
+    tags = "".join(f"- {tag}\n" for tag in ("llmcompress", *kind.tags))
+    serving = f'{{"model": "DRAFT", "method": "{kind.name}", "num_speculative_tokens": {GUESSES}}}'
     return (
-        f"---\nbase_model: {target!r}\ntags:\n- llmcompress\n- speculators\n- {KIND}\n---\n\n"
+        f"---\nbase_model: {target!r}\ntags:\n{tags}---\n\n"
         f"# Draft head for {target}\n\n"
-        f"An EAGLE-3 head that drafts for {target}, and for no other model, trained on its hidden states with "
-        f"llmcompress {report['llmcompress']}. It has {made['share_of_weights']:.1%} of the model's weights, and "
-        f"shares its embedding. It is written as vLLM reads such heads:\n\n"
-        f"```sh\nvllm serve TARGET --speculative-config "
-        f"""'{{"model": "DRAFT", "method": "{KIND}", "num_speculative_tokens": {GUESSES}}}'\n```\n\n"""
+        f"{kind.title} that drafts for {target}, and for no other model, trained on its hidden states with "
+        f"llmcompress {report['llmcompress']}. It has {made['share_of_weights']:.1%} of the model's weights. "
+        f"{kind.readers}:\n\n"
+        f"```sh\nvllm serve TARGET --speculative-config '{serving}'\n```\n\n"
         f"Of {GUESSES} drafted tokens the model accepts, by total variation on text held back:\n\n"
         f"| text | tokens |\n| --- | ---: |\n{rows}\n"
     )

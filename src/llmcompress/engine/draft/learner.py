@@ -1,62 +1,41 @@
-"""What a head loses against its target on windows of text, and the gradients, by training-time test.
-
-At depth d a row has the head's own output of the row before in place of hidden states of the target, d times over, as
-when so many tokens were drafted (arXiv:2503.01840, section 3.2).
-"""
+"""What a head loses against its target on windows of text, and the gradients: at each depth as when so many tokens were
+drafted before."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from llmcompress.engine.draft.draft_plan import DEPTHS, DraftPlan
+from llmcompress.engine.draft.draft_plan import DraftPlan
 from llmcompress.engine.plan.memory_model import HEAD_TOKENS
 from llmcompress.engine.train.training import TrainingText
-from llmcompress.model.eagle import EagleHead
+from llmcompress.model.draft_heads.base import DraftHead, DraftShape, TargetSample
 from llmcompress.model.per_thread import PerThread
 from llmcompress.model.streamed_model import StreamedModel
-from llmcompress.store.draft_head import DraftShape
 from llmcompress.store.windows import Windows
 from llmcompress.workers import Workers
 
-_FUSED, _HEAD = "fc.weight", "lm_head.weight"
-_SPREAD = 0.5  # of weights that begin at random, times the root of their inputs
-_CALM = 0.4  # of the gains before the head: what is first predicted is another token's, and had better be unsure
 _WINDOWS = 16  # that tell how large channels are
 
 
-@dataclass
-class LearntTensor:
-    """A tensor of the head. learnt: its value times `unit`, which spreads over columns; float32.
-
-    Some channels of hidden states are a thousand times as large as others. A step of Adam moves all numbers alike, so
-    those that read large channels are learnt in units of these.
-    """
-
-    pace: ClassVar[float] = 1.0
-    learnt: Tensor
-    unit: Tensor
-
-    def value(self) -> Tensor:
-        return self.learnt / self.unit
-
-
-class LearntSlowly(LearntTensor):
-    """Rows of which few tokens say anything, and that are good to begin with."""
-
-    pace: ClassVar[float] = 0.2
-
-
 class _Seen(NamedTuple):
-    """Of one window: embeddings [rows, hidden], hidden states [rows, 3 hidden], and the chances that the target gives
-    the tokens that can be drafted after each row [rows, draft vocabulary] float32."""
+    """Of one window: embeddings [rows, hidden], states [rows, width], and the chances that the target gives the tokens
+    that can be drafted after each row [rows, draft vocabulary] float32."""
 
     embedded: Tensor
     states: Tensor
     wanted: Tensor
+
+
+class _AtHead(NamedTuple):
+    """Of some tokens: what the target's head reads [tokens, hidden], what it gives, and the logits that are made of it,
+    both [tokens, vocabulary]."""
+
+    read: Tensor
+    given: Tensor
+    logits: Tensor
 
 
 class DraftLearner:
@@ -73,12 +52,9 @@ class DraftLearner:
         self.auxiliary = [states[number] for number in plan.shape.states]
         self.last = states[len(model.layers)]
         self.ids = frequent(text.tokens[list(text.trained)], plan.shape)
-        self._causal = model.causal
-        started, sizes = _started(plan, self._head_rows(), self._gains()), self._sizes()
-        one = torch.ones(())
-        self.trained = {name: LearntTensor(value, one) for name, value in started.items()}
-        self.trained[_FUSED] = LearntTensor(started[_FUSED] * sizes, sizes)
-        self.trained[_HEAD] = LearntSlowly(started[_HEAD], one)
+        sample = self._sample(model.causal)
+        self.trained = plan.kind.start(plan.shape, sample, plan.opened.text.seed)
+        self._depths = plan.kind.depths
 
     @contextmanager
     def heads(self) -> Iterator[None]:
@@ -125,19 +101,19 @@ class DraftLearner:
         found = list(self.workers.in_order(of, windows))
         return [sum(parts) / len(parts) for parts in zip(*found, strict=True)]
 
-    def _loss(self, head: EagleHead, window: int) -> Tensor:
+    def _loss(self, head: DraftHead, window: int) -> Tensor:
         """The mean over depths of the mean KL(p || q) over rows, both of tokens that can be drafted alone, times p's
         share of all tokens."""
         total = torch.zeros((), device=self.model.device)
-        for chances, wanted in self._judged(head, self._seen(window), DEPTHS):
+        for chances, wanted in self._judged(head, self._seen(window), self._depths):
             share = wanted.sum(dim=-1)
             own = torch.special.xlogy(wanted, wanted).sum(dim=-1) - torch.special.xlogy(share, share)
             total = total + (own - (wanted * chances).sum(dim=-1)).mean()
-        return total / DEPTHS
+        return total / self._depths
 
-    def _judged(self, head: EagleHead, seen: _Seen, depths: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _judged(self, head: DraftHead, seen: _Seen, depths: int) -> Iterator[tuple[Tensor, Tensor]]:
         """By depth, log-probabilities of the head and probabilities of the target, both [rows, draft vocabulary]."""
-        outputs = head.unrolled(seen.embedded, head.fused(seen.states), depths)
+        outputs = head.unrolled(seen.embedded, seen.states, depths)
         for depth, output in enumerate(outputs):
             yield head.logits(output[depth:]).to(torch.float32).log_softmax(dim=-1), seen.wanted[depth:]
 
@@ -145,74 +121,61 @@ class DraftLearner:
         (causal,) = self._threads.get()
         with torch.no_grad():
             span, device = slice(window, window + 1), self.model.device
-            states = torch.cat([item.read(span)[0, :-1] for item in self.auxiliary], dim=-1)
             table: Tensor = causal.get_submodule(self.model.spec.embed).weight  # type: ignore[assignment]
-            embedded = table[self.tokens[window, 1:].to(device)]
-            last = self.last.read(span)[:, 1:].to(device)
-            wanted = torch.cat([self._wanted(causal, piece) for piece in torch.split(last, HEAD_TOKENS, dim=1)])
-            return _Seen(embedded.to(self.model.dtype), states.to(device), wanted)
+            embedded = table[self.tokens[window, 1:].to(device)].to(self.model.dtype)
+            pieces = torch.split(self.last.read(span).to(device), HEAD_TOKENS, dim=1)
+            wanted, read = zip(*(self._judged_by(causal, piece) for piece in pieces), strict=True)
+            if self.auxiliary:
+                states = torch.cat([item.read(span)[0] for item in self.auxiliary], dim=-1).to(device)
+            else:
+                states = torch.cat(read)
+            return _Seen(embedded, states[:-1], torch.cat(wanted)[1:])
 
-    def _wanted(self, causal: nn.Module, last: Tensor) -> Tensor:
-        logits = self.model.logits(causal, last)[0].to(torch.float32)
-        return (logits[:, self.ids] - logits.logsumexp(dim=-1, keepdim=True)).exp()
+    def _judged_by(self, causal: nn.Module, last: Tensor) -> tuple[Tensor, Tensor]:
+        """Chances [tokens, draft vocabulary] float32 by the target, and what its head reads [tokens, hidden]."""
+        at = self._at_head(causal, last)
+        logits = at.logits.to(torch.float32)
+        return (logits[:, self.ids] - logits.logsumexp(dim=-1, keepdim=True)).exp(), at.read
 
-    def _head(self, learning: bool) -> EagleHead:
+    def _at_head(self, causal: nn.Module, last: Tensor) -> _AtHead:
+        """What the target's head makes of what leaves all layers, [1, tokens, hidden]."""
+        seen: list[tuple[Tensor, Tensor]] = []
+        head = causal.get_submodule(self.model.spec.head)
+        handle = head.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+        try:
+            logits = self.model.logits(causal, last)
+        finally:
+            handle.remove()
+        read, given = seen[0]
+        return _AtHead(read[0], given[0], logits[0])
+
+    def _head(self, learning: bool) -> DraftHead:
         """The head as it is now, in the type and on the device of the target."""
         place, dtype = self.model.device, self.model.dtype
         weights = {
             name: item.value().to(place, dtype, copy=True).requires_grad_(learning)
             for name, item in self.trained.items()
         }
-        return EagleHead(self.shape, weights)
+        return self.shape.head(weights)
 
-    def _head_rows(self) -> Tensor:
-        """The target's head for the tokens that can be drafted: [draft vocabulary, hidden] float32."""
-        head: Tensor = self._causal.get_submodule(self.model.spec.head).weight  # type: ignore[assignment]
-        return head[self.ids].to("cpu", torch.float32)
-
-    def _sizes(self) -> Tensor:
-        """The root mean square [3 hidden] of each channel of the hidden states, over some windows, as a share of
-        that of all channels of the last one; float32."""
-        span = slice(0, min(_WINDOWS, len(self.tokens)))
-        states = torch.cat([item.read(span).to(torch.float32).flatten(0, 1) for item in self.auxiliary], dim=-1)
-        found = states.square().mean(dim=0).sqrt()
-        return (found / found[-self.shape.hidden :].square().mean().sqrt()).clamp(min=1e-3)
-
-    def _gains(self) -> Tensor:
-        """The gains [hidden] of the norm before the target's head, float32: by channel what leaves it, as a share of
-        what enters it divided by the root mean square of a token."""
-        found: list[Tensor] = []
-        head = self._causal.get_submodule(self.model.spec.head)
-        handle = head.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    def _sample(self, causal: nn.Module) -> TargetSample:
+        """What the head begins with."""
+        head: Tensor = causal.get_submodule(self.model.spec.head).weight  # type: ignore[assignment]
         entering = self.last.read(slice(0, 1))[:, :HEAD_TOKENS].to(self.model.device)
-        try:
-            with torch.no_grad():
-                self.model.logits(self._causal, entering)
-        finally:
-            handle.remove()
-        left, before = found[0][0].to("cpu", torch.float32), entering[0].to("cpu", torch.float32)
+        with torch.no_grad():
+            at = self._at_head(causal, entering)
+        read, given, logits = (part.to("cpu", torch.float32) for part in at)
+        before = entering[0].to("cpu", torch.float32)
         normed = before / before.square().mean(dim=-1, keepdim=True).sqrt().clamp(min=1e-20)
-        return (left.square().mean(dim=0) / normed.square().mean(dim=0).clamp(min=1e-12)).sqrt()
+        gains = (read.square().mean(dim=0) / normed.square().mean(dim=0).clamp(min=1e-12)).sqrt()
+        slope = float((logits * given).sum() / given.square().sum().clamp(min=1e-20))
+        span = slice(0, min(_WINDOWS, len(self.tokens)))
+        held = [item.read(span).to(torch.float32).flatten(0, 1) for item in self.auxiliary]
+        states = torch.cat(held, dim=-1) if held else read
+        return TargetSample(head[self.ids].to("cpu", torch.float32), states, gains, slope)
 
 
 def frequent(tokens: Tensor, shape: DraftShape) -> Tensor:
     """The ids that come most often, as many as can be drafted, in rising order; of equal ones the lower. int64."""
     counts = torch.bincount(tokens.flatten(), minlength=shape.target_vocabulary)
     return counts.argsort(descending=True, stable=True)[: shape.vocabulary].sort().values
-
-
-def _started(plan: DraftPlan, head: Tensor, gains: Tensor) -> dict[str, Tensor]:
-    """A head as it begins: the feature is the last of the hidden states that are read, what attention and the
-    feed-forward add is nothing, logits are made as the target makes them. All else is random."""
-    generator = torch.Generator().manual_seed(plan.opened.text.seed)
-    found = {}
-    for name, shape in plan.shape.matrices.items():
-        if len(shape) == 1:
-            found[name] = torch.ones(shape)
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            found[name] = torch.zeros(shape)
-        else:
-            found[name] = torch.randn(shape, generator=generator) * _SPREAD / shape[1] ** 0.5
-    found[_FUSED] = torch.zeros(plan.shape.matrices[_FUSED])
-    found[_FUSED][:, -plan.shape.hidden :] = torch.eye(plan.shape.hidden)
-    return {**found, "norm.weight": gains * _CALM, _HEAD: head}

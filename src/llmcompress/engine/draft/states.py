@@ -13,7 +13,6 @@ from llmcompress.engine.source.open import round_as_stored
 from llmcompress.engine.train.training import TrainingText, held_apart
 from llmcompress.errors import PlanError
 from llmcompress.model.streamed_model import StreamedModel
-from llmcompress.store.draft_head import KIND
 from llmcompress.store.staging import Staging
 from llmcompress.store.windows import Windows, write_windows
 from llmcompress.workers import Workers
@@ -56,7 +55,7 @@ def target_states(
     count, batch = len(model.layers), plan.opened.resources.batch
     if model.prepare(tokens[:1]) != plan.shape.hidden or model.streams != 1:
         path = plan.opened.headers.path
-        raise PlanError(f"layers of {path} hand on more than one hidden state, of which a head of {KIND} knows none")
+        raise PlanError(f"layers of {path} hand on more than one hidden state, of which a draft head knows none")
     names = {number: f"state{number}" for number in sorted({*plan.shape.states, count})}
     found = staged.hidden(dict.fromkeys(names.values(), (*tokens.shape, plan.shape.hidden)), model.dtype, 0)
     if found is not None:

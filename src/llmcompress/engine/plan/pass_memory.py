@@ -11,7 +11,7 @@ from llmcompress.engine.plan.memory_model import MemoryModel, Phase, Term
 from llmcompress.engine.plan.resources import ITEM_BYTES, Resources
 from llmcompress.engine.source.header_checks import cached_width, hidden_width, likely_vocabulary
 from llmcompress.engine.source.tensor_names import MatrixRef
-from llmcompress.store.draft_head import DraftShape
+from llmcompress.model.draft_heads.base import DraftShape
 from llmcompress.store.headers import ModelHeaders
 
 
@@ -187,8 +187,8 @@ def draft_memory(
         Term("head of the draft", learnt * (5 * 4 + item)),
     ]
     chances = depths * memory.DRAFT_LOGITS * head.vocabulary
-    scores = depths * (4 + item) * head.heads * sizes.length
-    values = Term("values of windows", (chances + scores + width * (head.hidden + head.inner)) * sizes.length * threads)
+    scores = depths * (4 + item) * head.scores * sizes.length
+    values = Term("values of windows", (chances + scores + width * head.values) * sizes.length * threads)
     gradients = Term("gradients", learnt * (4 + item) * (threads + 1))
     logits = Term("logits", memory.LOGIT_DIVERGENCE * memory.HEAD_TOKENS * sizes.vocabulary * threads)
     phases = [sizes.entering(resources), Phase("training", [*held, values, gradients, logits])]

@@ -142,7 +142,9 @@ class PrintedDraftPlan(_StructuralPlan):
 
     steps: Positive
     vocabulary: Positive = Field(description="tokens that can be drafted")
-    states: list[Count] = Field(description="numbers of the hidden states that the head reads")
+    states: list[Count] = Field(
+        description="numbers of the hidden states that it reads; none for what the model's head reads"
+    )
     share_of_weights: Magnitude = Field(description="of the head, as a share of the model's")
     output_bytes: Count
     scratch_bytes: Count = Field(description="on disk while it runs")

@@ -97,7 +97,9 @@ class Draft(Document):
     rate: Magnitude
     best_step: Positive = Field(description="the step whose result was kept")
     vocabulary: Positive = Field(description="tokens that can be drafted")
-    states: list[Count] = Field(description="numbers of the hidden states that it reads")
+    states: list[Count] = Field(
+        description="numbers of the hidden states that it reads; none for what the target's head reads"
+    )
     share_of_weights: Magnitude = Field(description="its weights as a share of its target's")
     written: Count = Field(description="windows that the target wrote")
     held_back: dict[str, HeldFromDraft] = Field(description="by text")
@@ -161,7 +163,7 @@ class DraftReport(_Changed):
 
     model_config = ConfigDict(title="draft")
 
-    format: Literal["eagle3"]
+    format: Literal["eagle3", "medusa"]
     source: AdaptedCheckpoint = Field(description="the target")
     calibration: Tokens
     draft: Draft

@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 
-from llmcompress.model.eagle import EagleHead
-from llmcompress.store.draft_head import DraftShape
+from llmcompress.model.draft_heads.eagle3 import EagleHead, EagleShape, states_of
 
-SHAPE = DraftShape(8, 12, 4, 2, 4, 10, 20, 64, 1e-5, 100.0, (0, 1, 2))
+SHAPE = EagleShape(8, 10, 20, (0, 1, 2), 12, 4, 2, 4, 64, 1e-5, 100.0)
 ROWS = 7
 
 
@@ -87,7 +86,7 @@ def test_unrolled_rows_are_those_of_real_drafting(weights, rows):
     """Row r at depth d is what is drafted last if drafting begins d rows before: the same rows, one upon the other."""
     embedded, states = rows
     naive, head = Naive(weights), EagleHead(SHAPE, weights)
-    found = head.unrolled(embedded, head.fused(states), 4)
+    found = head.unrolled(embedded, states, 4)
     for start in range(ROWS):
         cache = []
         for number in range(start + 1):
@@ -97,3 +96,9 @@ def test_unrolled_rows_are_those_of_real_drafting(weights, rows):
         for depth in range(1, min(4, ROWS - start)):
             out, cache = naive.row(embedded[start + depth].double(), out, start + depth, cache)
             torch.testing.assert_close(found[depth][start + depth].double(), out, rtol=1e-3, atol=1e-3)
+
+
+def test_states_are_those_of_vllm_or_the_last_ones():
+    assert states_of(30) == (2, 15, 27)
+    assert states_of(7) == (2, 3, 4)
+    assert all(len(set(states_of(layers))) == 3 and max(states_of(layers)) <= layers for layers in range(2, 99))
