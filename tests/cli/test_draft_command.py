@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from llmcompress.api.settings import DraftKind
-from llmcompress.model.draft_heads.files import head_kinds
+from llmcompress.model.draft_heads.head_files import head_kinds
 from llmcompress.validate.draft_checks import DRAFTS
 from trainingstops import goes_on_to_the_same_bytes
 

@@ -11,7 +11,7 @@ from llmcompress.calib.documents import Document, token_ids
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import GateError, RecipeError
-from llmcompress.model.draft_heads.files import is_draft
+from llmcompress.model.draft_heads.head_files import is_draft
 from llmcompress.store.headers import refuse_adapter
 from llmcompress.validate.adapted_model import adapt_whole
 from llmcompress.validate.backend import Backend, Say, compute_dtype, open_backend

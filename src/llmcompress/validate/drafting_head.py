@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from llmcompress.errors import CheckpointError
 from llmcompress.model.draft_heads.base import DraftHead, DraftShape
-from llmcompress.model.draft_heads.files import read_draft
+from llmcompress.model.draft_heads.head_files import read_draft
 from llmcompress.validate.speculative import Drafted
 from llmcompress.validate.token_statistics import Array
 

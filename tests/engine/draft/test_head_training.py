@@ -17,7 +17,7 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import CheckpointError, PlanError, RunError
 from llmcompress.model.draft_heads.base import CALM
 from llmcompress.model.draft_heads.eagle3 import EagleShape
-from llmcompress.model.draft_heads.files import head_kinds, read_draft
+from llmcompress.model.draft_heads.head_files import head_kinds, read_draft
 from llmcompress.model.draft_heads.medusa import MedusaShape
 from llmcompress.recipe import Calibration, build, parse
 from llmcompress.store.staging import Staging

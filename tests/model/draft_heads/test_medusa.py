@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from llmcompress.errors import CheckpointError
-from llmcompress.model.draft_heads.files import is_draft, read_draft
+from llmcompress.model.draft_heads.head_files import is_draft, read_draft
 from llmcompress.model.draft_heads.medusa import MedusaShape
 
 SHAPE = MedusaShape(8, 10, 20, (), 3, 2)

@@ -16,8 +16,8 @@ from llmcompress.engine.structure.source_model import OpenModel, open_model
 from llmcompress.engine.train.training import LEAST, ONE_OF
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import TensorSpec
-from llmcompress.model.draft_heads.base import DraftShape, HeadKind, Target
-from llmcompress.model.draft_heads.files import head_kinds
+from llmcompress.model.draft_heads.base import DraftShape, HeadKind, HeadTarget
+from llmcompress.model.draft_heads.head_files import head_kinds
 from llmcompress.recipe import Calibration
 from llmcompress.store.files import refuse_unwritable
 from llmcompress.store.headers import ModelHeaders, read_headers
@@ -140,7 +140,7 @@ def _embedding(opened: OpenModel) -> TensorSpec:
     return opened.headers.tensors[name].spec
 
 
-def _target(opened: OpenModel) -> Target:
+def _target(opened: OpenModel) -> HeadTarget:
     headers = opened.headers
     config = config_of(headers, opened.options.trust_remote_code).get_text_config()
-    return Target(headers.path, config, opened.matrices.layers, hidden_width(headers), vocabulary_size(headers))
+    return HeadTarget(headers.path, config, opened.matrices.layers, hidden_width(headers), vocabulary_size(headers))

@@ -20,7 +20,7 @@ from llmcompress.engine.structure.derived_model import calibration_facts
 from llmcompress.engine.train.training import AT_ONCE, Look, NoGainError, Training, TrainingText
 from llmcompress.engine.write.run_report import source_record
 from llmcompress.model.draft_heads.base import HeadKind
-from llmcompress.model.draft_heads.files import CONFIG
+from llmcompress.model.draft_heads.head_files import CONFIG
 from llmcompress.significant import significant
 from llmcompress.store.checkpoint import DTYPES
 from llmcompress.store.output import OutputDirectory

@@ -20,7 +20,7 @@ CALM = 0.4
 Read = Callable[[str], Tensor]
 
 
-class Target(NamedTuple):
+class HeadTarget(NamedTuple):
     """A model that heads are made for. config: that of its text in transformers. path: for errors."""
 
     path: Path
@@ -178,7 +178,7 @@ class HeadKind(Protocol):
     tags: ClassVar[tuple[str, ...]]
     readers: ClassVar[str]
 
-    def shape(self, target: Target, vocabulary: int) -> DraftShape:
+    def shape(self, target: HeadTarget, vocabulary: int) -> DraftShape:
         """The sizes of a head for a target that drafts at most so many tokens; PlanError where there can be none."""
         ...
 

@@ -21,10 +21,10 @@ from llmcompress.model.draft_heads.base import (
     HEAD_WEIGHT,
     Drafting,
     DraftShape,
+    HeadTarget,
     LearntSlowly,
     LearntTensor,
     Read,
-    Target,
     TargetSample,
     is_count,
     refuse_no_sizes,
@@ -311,7 +311,7 @@ class _Eagle3:
     tags: ClassVar[tuple[str, ...]] = ("speculators", name)
     readers: ClassVar[str] = "vLLM reads such heads"
 
-    def shape(self, target: Target, vocabulary: int) -> EagleShape:
+    def shape(self, target: HeadTarget, vocabulary: int) -> EagleShape:
         """The sizes of a layer of the target, where its config says them as llama does."""
         config, path = target.config, target.path
         config.allow_global_per_layer_attribute_access = True  # of Gemma 4, where layers differ, what most layers have

@@ -19,10 +19,10 @@ from llmcompress.model.draft_heads.base import (
     HEAD_WEIGHT,
     Drafting,
     DraftShape,
+    HeadTarget,
     LearntSlowly,
     LearntTensor,
     Read,
-    Target,
     TargetSample,
     refuse_no_sizes,
     refuse_others,
@@ -147,7 +147,7 @@ class _Medusa:
     tags: ClassVar[tuple[str, ...]] = (name,)
     readers: ClassVar[str] = "vLLM up to 0.32 reads such heads"
 
-    def shape(self, target: Target, vocabulary: int) -> MedusaShape:
+    def shape(self, target: HeadTarget, vocabulary: int) -> MedusaShape:
         able = min(vocabulary, target.vocabulary)
         return MedusaShape(target.hidden, able, target.vocabulary, (), _BLOCKS, _LAYERS)
 
