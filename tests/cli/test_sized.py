@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from llmcompress.engine.budget import group_losses
+from llmcompress.engine.run import guidance
 
 SHORT = ("--samples", 2, "--length", 32, "--threads", 1)
 
@@ -38,6 +39,52 @@ def test_one_command_writes_what_two_write_wherever_it_was_stopped(shallow_model
     capsys.readouterr()
     assert main("eval", out, "--ref", shallow_model_dir, "--length", 32, "--windows", 2) == 0
     assert "as `fit` expected" in capsys.readouterr().out
+
+
+def refused_pass(*arguments, **options):
+    raise AssertionError("a second pass of gradients")
+
+
+def test_one_pass_of_gradients_tells_losses_and_guides_the_run(shallow_model_dir, tmp_path, main, capsys, monkeypatch):
+    """The bytes are those of a run that makes a pass of its own, wherever the one command was stopped."""
+    both, out = tmp_path / "two" / "out", tmp_path / "one" / "out"
+    asked = ("gptq", shallow_model_dir, "--bpw", 5, "--group-size", 32, "--guided", *SHORT)
+    assert main("plan", *asked, "-o", both, "--json") == 0
+    recipe = json.loads(capsys.readouterr().out)["recipe"]
+    both.parent.mkdir()
+    both.with_name("recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    assert main("run", both.with_name("recipe.yaml"), shallow_model_dir, "-o", both, "--threads", 1) == 0
+    monkeypatch.setattr(guidance, "fisher_information", refused_pass)
+    starts = 0
+    while (code := main(*asked, "-o", out, "--deadline", 0)) == 75:
+        starts += 1
+    assert code == 0
+    assert starts == 4 + 1  # steps of measuring but one, layers but one
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    ours, theirs = files(out), files(both)
+    for report in (ours, theirs):
+        report["report.json"] = {**json.loads(report["report.json"]), "ledger": None, "sha256": None}
+    assert ours == theirs
+
+
+def test_gradients_of_losses_are_kept_with_stats_for_other_runs(shallow_model_dir, tmp_path, main, capsys, monkeypatch):
+    store = tmp_path / "store"
+    asked = ("gptq", shallow_model_dir, "--group-size", 32, "--guided", *SHORT, "--stats", store)
+    monkeypatch.setattr(guidance, "fisher_information", refused_pass)
+    assert main(*asked, "--bpw", 5, "-o", tmp_path / "out") == 0
+    assert main(*asked, "--bits", 3, "-o", tmp_path / "other") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out", "store"]
+
+
+def test_what_is_left_of_an_interrupted_measuring_is_of_no_use_to_other_text(shallow_model_dir, tmp_path, main):
+    """Neither taken nor added to."""
+    asked = ("gptq", shallow_model_dir, "--group-size", 32, "--guided", "-o", tmp_path / "out", "--threads", 1)
+    assert main(*asked, "--bpw", 5, "--samples", 2, "--length", 32, "--deadline", 0) == 75
+    left = sorted((tmp_path / "out.work.guidance").rglob("*"))
+    assert main(*asked, "--bits", 4, "--samples", 3, "--length", 32) == 0
+    assert sorted((tmp_path / "out.work.guidance").rglob("*")) == left
+    assert main(*asked, "--bpw", 5, "--samples", 2, "--length", 32, "--overwrite", "--restart") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_target_may_be_repaired_for(shallow_model_dir, tmp_path, main):

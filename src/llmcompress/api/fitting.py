@@ -67,7 +67,8 @@ def fit(
     whose expected KL divergence is at most this, in nats per token; within a size, where one is given too. types: those
     that may be chosen, such as "nvfp4,fp8"; bits, group_size: those of types that leave them open. method: "gguf"
     chooses types of a GGUF file instead. losses: a file that keeps what is measured, for other sizes. options: `work`
-    is where finished layers are kept until all are measured ("fit.work"). settings: options of the command `fit`, or
+    is where finished layers are kept until all are measured ("fit.work"), and `stats` a store in which a run with
+    `guided` finds what gradients say. settings: options of the command `fit`, or
     `gguf`, as `compress` takes them. Raises LlmcompressError.
 
         >>> fitted = llmcompress.fit("model", bpw=5.5, method="rtn", bits=(4, 8), samples=2, length=64)
@@ -95,11 +96,18 @@ def fitted_grids(
     progress: Watch | None = None,
     stop: Callable[[int], bool] | None = None,
     begin: Callable[[int], None] = lambda memory: None,
+    guidance: Path | None = None,
 ) -> FitResult:
-    """The recipe with bits and a group size for every matrix. begin: told what memory it will take, in bytes."""
+    """The recipe with bits and a group size for every matrix.
+
+    begin: told what memory it will take, in bytes. guidance: a store, in which a run with `--guided` then finds what
+    gradients say; that of options where there is none.
+    """
     from llmcompress.engine.budget.matrix_grids import fitted_to_grids
 
-    inside = replace(options or Options(), out=work / "out", work=work, overwrite=False)
+    options = options or Options()
+    wanted = replace(wanted, guidance=guidance or options.stats)
+    inside = replace(options, out=work / "out", work=work, overwrite=False)
     watch = watched(progress, stop, f"finished layers are kept in {work}; run the same command again to go on")
     with quiet_libraries():
         found = fitted_to_grids(recipe, model, inside, wanted, watch, begin)

@@ -77,11 +77,12 @@ class LayerGradient(Generic[P]):
         number: int,
         layer: nn.Module,
         paths: Sequence[str],
-        part: Callable[[Tensor, Tensor], P],
+        part: Callable[[str, Tensor, Tensor, int], P],
     ) -> None:
         """paths: of the watched matrices below the layer, which need not hold them all.
 
-        part: reduces a matrix's input [..., in] and the gradient [..., out] at its output to the value to keep.
+        part: reduces a matrix's input [..., in] and the gradient [..., out] at its output to the value to keep; it is
+        told the path of the matrix and the number of the window.
         """
         self.model, self.number, self.layer, self.paths, self.part = model, number, layer, paths, part
         self.blind: set[str] = set()  # paths of matrices that ran without gradients, such as those of an indexer
@@ -98,13 +99,14 @@ class LayerGradient(Generic[P]):
             for handle in handles:
                 handle.remove()
 
-    def __call__(self, hidden: Tensor, gradient: Tensor) -> tuple[dict[str, list[P]], Tensor]:
+    def __call__(self, window: int, hidden: Tensor, gradient: Tensor) -> tuple[dict[str, list[P]], Tensor]:
         """Parts by path, one for each time that a matrix was used, and the gradient at `hidden`.
 
-        gradient: at the layer's output. A matrix that no token reached, such as an expert's, is absent.
+        window: its number. gradient: at the layer's output. A matrix that no token reached, such as an expert's, is
+        absent.
         """
         found: dict[str, list[P]] = {}
-        self._local.found = found
+        self._local.found, self._local.window = found, window
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad():
             out = self.model.call(self.number, self.layer, hidden)
@@ -116,10 +118,10 @@ class LayerGradient(Generic[P]):
             if not out.requires_grad:
                 self.blind.add(path)
                 return
-            found, x = self._local.found, args[0].detach().clone()
+            found, window, x = self._local.found, self._local.window, args[0].detach().clone()
 
             def back(gradient: Tensor) -> None:
-                found.setdefault(path, []).append(self.part(x, gradient))
+                found.setdefault(path, []).append(self.part(path, x, gradient, window))
 
             out.register_hook(back)  # type: ignore[no-untyped-call]
 

@@ -163,6 +163,14 @@ def kept_statistics(path: Path) -> Kept:
     return Kept(folder, about)
 
 
+def remove_store(store: Path) -> None:
+    """Delete a store with all statistics in it, where there is one; PlanError while a run fills them."""
+    for kept in all_statistics(store):
+        kept.remove()
+    if store.exists():
+        store.rmdir()
+
+
 def statistics_entry(store: Path, about: Mapping[str, Any]) -> Kept | None:
     """The entry of a store for statistics `about` a run, created unless it exists; None while another run fills it."""
     with writing(store):
@@ -174,6 +182,13 @@ def statistics_entry(store: Path, about: Mapping[str, Any]) -> Kept | None:
             return None
         (entry / _ABOUT).write_whole([json.dumps(about, indent=1, sort_keys=True).encode()])
     return Kept(entry, about)
+
+
+def finished_entry(store: Path, about: Mapping[str, Any]) -> Kept | None:
+    """The entry of a store for statistics `about` a run, where all layers are there."""
+    path = store / _key(about)
+    kept = kept_statistics(path) if (path / _ABOUT).exists() else None
+    return kept if kept is not None and kept.complete else None
 
 
 def _key(about: Mapping[str, Any]) -> str:

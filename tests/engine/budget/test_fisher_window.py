@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmcompress import arch
-from llmcompress.engine.budget.fisher_window import WindowFisher
+from llmcompress.engine.budget.fisher_window import WindowFisher, WindowSplit
 from llmcompress.engine.run.gradient_pass import fisher_information
 from llmcompress.engine.run.guidance import LayerGuidance
 from llmcompress.model.gradients import drawn
@@ -62,7 +62,7 @@ def measured(path, spaces, tmp_path, **options):
     made = {}
 
     def gathering(number, workers):
-        made[number] = WindowFisher(spaces, grams=True, fitted=FITTED, workers=workers, **options)
+        made[number] = WindowFisher(spaces, True, WindowSplit(FITTED, SAMPLES - FITTED, SAMPLES), workers, **options)
         return made[number]
 
     paths = [list(spaces)] * len(model.layers)
@@ -104,7 +104,7 @@ def test_tokens_of_a_guided_space_count_as_in_a_guided_run(random_model_dir, tmp
         expected, entered = 0, inputs[number, "attn_in"]  # keys and values of each window
         for window in range(SAMPLES):
             for below, (x, left) in zip(readers, entered[2 * window : 2 * window + 2], strict=True):
-                gathered.add(below, gathered.part(x, left.grad), window)
+                gathered.add(below, gathered.part(below, x, left.grad, window), window)
         weights = gathered.weights()["attn_in"].view(SAMPLES, LENGTH).double()
         for window in range(FITTED):
             x = entered[2 * window][0]
@@ -122,10 +122,10 @@ def test_tokens_of_a_guided_space_count_as_in_a_guided_run(random_model_dir, tmp
 def test_inputs_that_a_matrix_without_gradients_reads_too_are_summed_in_the_end():
     spaces = dict.fromkeys(("k", "v", "rounded to nearest"), "in")
     guided = {path: spaces[path] for path in ("k", "v")}
-    gathered = WindowFisher(spaces, grams=True, fitted=1, workers=SERIAL, guided=guided)
+    gathered = WindowFisher(spaces, True, WindowSplit(1, 0, 1), SERIAL, guided=guided)
     x, gradient = torch.ones(1, 2, 3), torch.full((1, 2, 4), 2.0)
     for path in ("k", "rounded to nearest"):
-        gathered.add(path, gathered.part(x, gradient), 0)
+        gathered.add(path, gathered.part(path, x, gradient, 0), 0)
     gathered.finish({"v"})
     torch.testing.assert_close(gathered.seen("in").mean(), torch.full((3, 3), 4.0))  # the root of four squares of 2
 
@@ -148,9 +148,9 @@ def test_experts_have_gradients_of_their_own_and_gram_matrices_together(random_m
 
 
 def test_without_compensation_no_gram_matrix_is_summed(random_model_dir):
-    gathered = WindowFisher(SPACES["llama"], grams=False, fitted=1, workers=SERIAL)
+    gathered = WindowFisher(SPACES["llama"], False, WindowSplit(1, 0, 1), SERIAL)
     x, gradient = torch.ones(1, 2, 3), torch.ones(1, 2, 4)
-    gathered.add("mlp.down_proj", gathered.part(x, gradient), 0)
+    gathered.add("mlp.down_proj", gathered.part("mlp.down_proj", x, gradient, 0), 0)
     assert gathered.finish(())["mlp.down_proj"].outputs.tolist() == [12.0] * 4
     with pytest.raises(KeyError):
         gathered.seen("mlp_hidden")

@@ -10,8 +10,8 @@ import torch
 import yaml
 
 from llmcompress.engine.budget import grid_losses, group_losses
+from llmcompress.engine.budget.fisher_window import WindowSplit
 from llmcompress.engine.budget.fit_to_size import Budget
-from llmcompress.engine.budget.grid_losses import WindowSplit
 from llmcompress.engine.budget.matrix_grids import GridFitRequest, fitted_to_grids
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
@@ -227,6 +227,10 @@ def test_windows_are_held_back_and_what_is_expected_lies_between_both_kinds_of_l
         (2, 1, 3),
         (1, 0, 1),
     ]
+    assert WindowSplit.of(128, 128) == (112, 16, 128)
+    split = WindowSplit.of(128, 128)
+    assert [window for window in range(128) if split.judges(window)] == [*range(16), *range(112, 128)]
+    assert (split.judging, WindowSplit.of(16, 16).judging) == (32, 16)
     true, gap = 5.0, 24.0  # l and c of l - c / n inside and l + c / n outside
     for later in (16, 64, 128):
         inside, outside = torch.tensor(true - gap / 12), torch.tensor(true + gap / 12)

@@ -4,6 +4,7 @@ The numbers are those beside Python and its libraries, which differ from machine
 """
 
 import json
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -85,7 +86,11 @@ def test_passes_are_foreseen_to_take_what_they_did(models, model, length):
         for inner, width in ((rows, rows * 3 // 4), (8 * rows, rows)):
             made += [width_memory(sizes, resources, inner, width, inverse) for inverse in (False, True)]
         made += [lora_memory(sizes, resources, by_outputs) for by_outputs in (False, True)]
-        made += [fit_memory(sizes, resources, by, count) for by in (False, True) for count in (1 << 16, 100, 1 << 22)]
+        made += [
+            fit_memory(sizes, replace(resources, dtype="float32"), by, count, [0] * len(sizes.layers))
+            for by in (False, True)
+            for count in (1 << 16, 100, 1 << 22)
+        ]
         found.append([memory.peak("host") for memory in made])
     assert found == GOLDEN["passes"][model][str(length)]
 

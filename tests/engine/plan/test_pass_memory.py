@@ -73,6 +73,20 @@ def test_fit_takes_what_it_says(models, tmp_path):
     assert planned == pytest.approx(json.loads(done.stdout)["peak_memory_bytes"], rel=0.1)
 
 
+@pytest.mark.slow
+def test_one_pass_of_gradients_for_losses_and_the_run_takes_what_it_says(models, tmp_path):
+    model = models["small"]
+    given = ["gptq", model, "--bpw", 4.5, "--group-size", 64, "--guided", "-o", tmp_path / "out", "--threads", 2]
+    given += ["--calibration", model.with_suffix(".ids.safetensors"), "--samples", 8, "--length", 512]
+    done = call(*given, "--log-format", "json")
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stderr.splitlines()]
+    planned = [event["memory_bytes"] for event in events if event["event"] == "planned"]
+    measured = json.loads(done.stdout)["peak_memory_bytes"]
+    assert len(planned) == 2  # to measure, and to run
+    assert 0.9 * measured < max(planned) < 1.2 * measured
+
+
 def test_fewer_threads_and_smaller_batches_keep_within_a_limit():
     resources = Resources("bfloat16", 8, 4)
 
@@ -96,6 +110,6 @@ def test_fewer_threads_and_smaller_batches_keep_within_a_limit():
 
 def test_what_fit_needs_does_not_grow_with_the_number_of_layers():
     def needed(sizes):
-        return fit_memory(sizes, Resources("float32", 1, 2), compensated=True, sampled=1 << 16).peak("host")
+        return fit_memory(sizes, Resources("float32", 1, 2), True, 1 << 16, [0] * len(sizes.layers)).peak("host")
 
     assert needed(SMALL._replace(layers=[*SMALL.layers] * 40)) == needed(SMALL)

@@ -254,8 +254,8 @@ def test_divergence_falls_by_a_third(shallow_model_dir, windows, tmp_path):
 
 def test_tokens_of_no_one_place_have_no_weight():
     gathered = guidance.LayerGuidance({"a": "one", "b": "other"}, (), (1, 4))
-    gathered.add("a", gathered.part(torch.zeros(4, 2), torch.tensor([[1.0], [2.0], [3.0], [6.0]])), 0)
-    gathered.add("b", gathered.part(torch.zeros(3, 2), torch.ones(3, 2)), 0)
+    gathered.add("a", gathered.part("a", torch.zeros(4, 2), torch.tensor([[1.0], [2.0], [3.0], [6.0]]), 0), 0)
+    gathered.add("b", gathered.part("b", torch.zeros(3, 2), torch.ones(3, 2), 0), 0)
     found = gathered.weights()
     assert found.keys() == {"one"}
     torch.testing.assert_close(found["one"], torch.tensor([1.0, 2.0, 3.0, 6.0]) / 3)
@@ -263,7 +263,7 @@ def test_tokens_of_no_one_place_have_no_weight():
 
 def test_gradients_that_are_not_finite_are_refused_by_name():
     gathered = guidance.LayerGuidance({"a": "attn_in"}, (), (1, 2))
-    gathered.add("a", gathered.part(torch.zeros(2, 2), torch.tensor([[1.0], [float("inf")]])), 0)
+    gathered.add("a", gathered.part("a", torch.zeros(2, 2), torch.tensor([[1.0], [float("inf")]]), 0), 0)
     with pytest.raises(RunError, match="the gradients of attn_in are not finite"):
         gathered.weights()
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from llmcompress.engine.budget.type_losses import Known, Losses, measured_losses
+from llmcompress.engine.plan.estimate import gradient_windows
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import keep_freed_memory
 from llmcompress.engine.run.gradient_pass import (
@@ -26,6 +27,7 @@ from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.engine.source.open import open_checkpoint
 from llmcompress.formats.gguf.imatrix import numbered
 from llmcompress.formats.gguf.tensors import GGUFTensor
+from llmcompress.hardware import exact_float32
 from llmcompress.ledger import Ledger
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.claim import Claim
@@ -34,25 +36,40 @@ from llmcompress.store.folder import Folder
 from llmcompress.workers import SERIAL, Workers
 
 _MARK = ".llmcompress-gradients"
-SAMPLES = 16  # windows, of those that a recipe asks for: sums over thousands of weights need few
+SAMPLES = 16  # windows whose gradients tell losses: sums over thousands of weights need few
 
 
 @dataclass(frozen=True)
 class FisherRun:
-    """Runs the windows of a plan's text forward and their gradients back. tokens: [samples, length]."""
+    """Runs the windows of a plan's text forward and their gradients back, in the type `dtype`.
+
+    text: all tokens that were read [samples, length]. windows: those that run.
+    """
 
     plan: Plan
-    tokens: Tensor
+    text: Tensor
+    windows: range
+    dtype: str
     checkpoint: Checkpoint
 
     @classmethod
-    def of(cls, plan: Plan) -> "FisherRun":
-        """With the text of the plan's recipe; PlanError where the text cannot be read."""
-        text = plan.recipe.calibration
-        text = text.model_copy(update={"samples": min(text.samples, SAMPLES)})
-        check_model(plan.headers, plan.spec, plan.options, "float32", tiled_attention=False)
-        tokens = tokens_for(text, plan.headers.path, "float32", plan.options.trust_remote_code)
-        return cls(plan, tokens, open_checkpoint(plan.headers))
+    def of(cls, plan: Plan, as_run: bool = False) -> "FisherRun":
+        """With the text of the plan's recipe; PlanError where the text cannot be read.
+
+        Of SAMPLES windows in float32; or with all windows whose gradients the run itself goes by, as it runs them.
+        """
+        text, dtype = plan.recipe.calibration, plan.dtype if as_run else "float32"
+        if not as_run:
+            text = text.model_copy(update={"samples": min(text.samples, SAMPLES)})
+        check_model(plan.headers, plan.spec, plan.options, dtype, tiled_attention=False)
+        tokens = tokens_for(text, plan.headers.path, dtype, plan.options.trust_remote_code)
+        windows = gradient_windows(*tokens.shape) if as_run else range(len(tokens))
+        return cls(plan, tokens, windows, dtype, open_checkpoint(plan.headers))
+
+    @property
+    def tokens(self) -> Tensor:
+        """Those that run, [windows, length]."""
+        return self.text[list(self.windows)]
 
     @contextmanager
     def information(
@@ -64,15 +81,15 @@ class FisherRun:
         finished: FinishedLayers | None = None,
         outside: bool = True,
     ) -> Iterator[tuple[Found, Workers]]:
-        """Fisher information of the matrices at `paths` of each layer, as `fisher_information` gives it in float32.
+        """Fisher information of the matrices at `paths` of each layer, as `fisher_information` gives it.
 
         Within, threads share work.
         """
         plan, options = self.plan, self.plan.options
-        model = opened_model(self.checkpoint, plan.spec, "float32", options, tiled_attention=False)
+        model = opened_model(self.checkpoint, plan.spec, self.dtype, options, tiled_attention=False)
         keep_freed_memory()
         seed = plan.recipe.calibration.seed
-        with writing(folder.path), SERIAL.with_threads(plan.resources.threads) as workers:
+        with writing(folder.path), SERIAL.with_threads(plan.resources.threads) as workers, exact_float32():
             found = fisher_information(
                 model, self.tokens, paths, seed, folder, workers, watch, gathering, finished, outside
             )

@@ -14,16 +14,18 @@ from llmcompress.stats.fisher import Fisher, of_window
 from llmcompress.stats.gram import Gram
 from llmcompress.workers import Workers
 
+JUDGED = 16  # windows, of those fitted to and of those held back, that tell losses at most
+
 
 class Window(NamedTuple):
-    """What a window shows of a matrix: its gradient [out, in].
+    """What a window shows of a matrix.
 
-    x: its inputs [tokens, in], where those are needed. squares: of the gradients at its outputs, summed over these
-    [tokens], where tokens are weighed.
+    gradient: [out, in], where the window tells losses. x: its inputs [tokens, in], where those are needed. squares: of
+    the gradients at its outputs, summed over these [tokens], where tokens are weighed.
     """
 
     x: Tensor | None
-    gradient: Tensor
+    gradient: Tensor | None
     squares: Tensor | None
 
 
@@ -40,12 +42,44 @@ class _Inputs(NamedTuple):
         return self.x * roots[:, None]
 
 
+class WindowSplit(NamedTuple):
+    """Numbers of windows: fitted to while losses are measured, held back then, and fitted to later by the run."""
+
+    fitted: int
+    back: int
+    later: int
+
+    @classmethod
+    def of(cls, windows: int, later: int) -> "WindowSplit":
+        """A quarter of the windows is held back, but no more than JUDGED; of a single one nothing can be."""
+        back = min(max(1, windows // 4), windows - 1, JUDGED)
+        return cls(windows - back, back, max(later, windows))
+
+    @property
+    def judging(self) -> int:
+        """How many windows tell losses."""
+        return min(self.fitted, JUDGED) + self.back
+
+    def judges(self, window: int) -> bool:
+        """Whether a window tells losses: the first of those that are fitted to do, and those that are held back."""
+        return window < JUDGED or window >= self.fitted
+
+    def expected(self, inside: Tensor, outside: Tensor) -> Tensor:
+        """The loss on other text when `later` windows are fitted to; or a matrix that the loss is linear in.
+
+        inside: in windows that were fitted to, which is l - c / fitted. outside: in the windows held back, which is
+        l + c / fitted. The result is l + c / later.
+        """
+        share = self.fitted / self.later
+        return (inside * (1 - share) + outside * (1 + share)) / 2
+
+
 class WindowFisher:
     """Sums over windows, the tokens of a window together; with Gram matrices, for methods that compensate errors.
 
     spaces: space of each path. grams: whether Gram matrices are summed up; experts of a layer share one, since a single
-    expert sees too few tokens. fitted: how many windows, from the first on, the method fits to; the other windows show
-    what the errors do to text that nothing was fitted to. workers: share the sums. guided: those of `spaces` by
+    expert sees too few tokens. windows: of those that are not fitted to, and of some of the others, gradients show what
+    errors do to text that was fitted to, and to other text. workers: share the sums. guided: those of `spaces` by
     whose gradients tokens are weighed in the Gram matrix of their space, as in a run with `--guided`.
     """
 
@@ -53,12 +87,12 @@ class WindowFisher:
         self,
         spaces: Mapping[str, str],
         grams: bool,
-        fitted: int,
+        windows: WindowSplit,
         workers: Workers,
         guided: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.spaces = {path: without_numbers(space) for path, space in spaces.items()}
-        self._grams, self._fitted, self.workers = grams, fitted, workers
+        self._grams, self._windows, self.workers = grams, windows, workers
         self._read, self._owners = spaces, dict[str, str]()  # by space, the first matrix that was seen to read it
         self._guided, self._readers = guided, Counter(guided.values())  # of each space, how many weigh its tokens
         self._waiting: dict[tuple[str, int], _Inputs] = {}  # by space and window
@@ -66,21 +100,25 @@ class WindowFisher:
         self._seen: dict[str, Gram] = {}
         self._weighed: dict[bool, dict[str, Gram]] = {True: {}, False: {}}  # True: over the windows that were fitted to
 
-    def part(self, x: Tensor, gradient: Tensor) -> Window:
+    def part(self, path: str, x: Tensor, gradient: Tensor, window: int) -> Window:
         rows, slopes = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         squares = slopes.square().sum(dim=1) if self._guided else None
-        return Window(rows if self._grams else None, slopes.T @ rows, squares)
+        product = slopes.T @ rows if self._windows.judges(window) else None
+        return Window(rows if self._grams else None, product, squares)
 
     def add(self, path: str, part: Window, window: int) -> None:
-        fisher, fitted = of_window(part.gradient), window < self._fitted
-        self._found[path] = self._found[path].plus(fisher) if path in self._found else fisher
-        if part.x is not None:
-            if fitted and self._read[path] in self._readers:
+        fitted = window < self._windows.fitted
+        if part.gradient is not None:
+            fisher = of_window(part.gradient)
+            self._found[path] = self._found[path].plus(fisher) if path in self._found else fisher
+            if self._grams:
+                self._sum(self._weighed[fitted], without_numbers(path), part.gradient)
+        if part.x is not None and fitted:
+            if self._read[path] in self._readers:
                 if path in self._guided and part.squares is not None:
                     self._wait(path, part.x, part.squares, window)
-            elif fitted and self._owners.setdefault(self._read[path], path) == path:
+            elif self._owners.setdefault(self._read[path], path) == path:
                 self._sum(self._seen, self.spaces[path], part.x)
-            self._sum(self._weighed[fitted], without_numbers(path), part.gradient)
 
     def _wait(self, path: str, x: Tensor, squares: Tensor, window: int) -> None:
         """Keep the inputs of a window until all matrices that weigh them have said how much each token counts."""
@@ -108,7 +146,7 @@ class WindowFisher:
     def weighed(self, path: str, fitted: bool) -> Tensor:
         """Gram matrix [in, in] of a matrix's gradients, by which errors are judged, of trace 1.
 
-        fitted: over the windows that are fitted to, or else over the others.
+        fitted: over windows that are fitted to, or else over the others.
         """
         gram = self._weighed[fitted][without_numbers(path)].mean()
         return gram / gram.diagonal().sum().clamp_min(1e-30)

@@ -11,18 +11,19 @@ can expect that fits to another number of windows.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from llmcompress.engine.budget.fisher_run import FisherRun
-from llmcompress.engine.budget.fisher_window import WindowFisher
+from llmcompress.engine.budget.fisher_window import Window, WindowFisher, WindowSplit
 from llmcompress.engine.budget.type_losses import Losses
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.run.gradient_pass import EMBEDDING, HEAD, FinishedLayers, Found
-from llmcompress.engine.run.guidance import weighed_paths
+from llmcompress.engine.run.guidance import GuidancePart, LayerGuidance, layer_guidance, weighed_paths
 from llmcompress.grids.base import Clip, Spec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit
@@ -35,6 +36,7 @@ from llmcompress.solve.prepared import Prepared, column_order
 from llmcompress.stats.fisher import Fisher, coupled_loss, expected_loss, sampled_rows
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.staging import Staging
+from llmcompress.store.statistics import Kept
 from llmcompress.workers import Workers
 
 SAMPLED = 1 << 16  # weights of a matrix that are rounded to see what it loses
@@ -48,25 +50,30 @@ def measured_losses(
     fisher_run: FisherRun,
     wanted: Wanted,
     staged: Staging,
+    guidance: Kept | None,
     ledger: Ledger,
     watch: Callable[[int, int], None],
 ) -> Losses:
     """Losses of the plan's matrices, by module and name of grid.
 
-    staged: the work directory of these losses; layers that are finished there are not measured again. watch: called
-    with how many steps are done, and of how many.
+    staged: the work directory of these losses; layers that are finished there are not measured again. guidance: where
+    what gradients say is kept for the run. watch: called with how many steps are done, and of how many.
     """
     paths = [[matrix.path for matrix in layer] for layer in plan.layers]
     of, kept = 2 * len(paths) + 1, _LossSections(staged)
-    windows = WindowSplit.of(fisher_run.tokens.shape[0], plan.recipe.calibration.samples)
-    tokens = fisher_run.tokens.numel()
+    windows = WindowSplit.of(len(fisher_run.windows), plan.recipe.calibration.samples)
+    tokens = windows.judging * fisher_run.text.shape[1]
 
-    def gathering(number: int, workers: Workers) -> "_Rounding":
+    def gathering(number: int, workers: Workers) -> "_Rounding | _Guiding":
         losses = kept.losses[number] = {
             matrix.module: dict.fromkeys((grid.name for grid in wanted[matrix.module]), 0.0)
             for matrix in plan.layers[number]
         }
-        return _Rounding(plan.layers[number], fisher_run.checkpoint, wanted, windows, tokens, losses, workers)
+        layer, checkpoint = plan.layers[number], fisher_run.checkpoint
+        rounding = _Rounding(layer, checkpoint, wanted, windows, tokens, losses, workers)
+        if guidance is None:
+            return rounding
+        return _Guiding(rounding, layer_guidance(plan, number, fisher_run.text.shape), partial(guidance.write, number))
 
     outside, checkpoint, head = len(paths), fisher_run.checkpoint, plan.head
     wants = bool(head) and not staged.has(outside)
@@ -136,29 +143,6 @@ class _LossSections(FinishedLayers):
         self.staged.write_section(layer, {}, self.losses.pop(layer))
 
 
-class WindowSplit(NamedTuple):
-    """Numbers of windows: fitted to while losses are measured, held back then, and fitted to later by the run."""
-
-    fitted: int
-    back: int
-    later: int
-
-    @classmethod
-    def of(cls, windows: int, later: int) -> "WindowSplit":
-        """A quarter of the windows is held back; of a single one nothing can be."""
-        back = min(max(1, windows // 4), windows - 1)
-        return cls(windows - back, back, max(later, windows))
-
-    def expected(self, inside: Tensor, outside: Tensor) -> Tensor:
-        """The loss on other text when `later` windows are fitted to; or a matrix that the loss is linear in.
-
-        inside: in the windows that were fitted to, which is l - c / fitted. outside: in the windows held back, which is
-        l + c / fitted. The result is l + c / later.
-        """
-        share = self.fitted / self.later
-        return (inside * (1 - share) + outside * (1 + share)) / 2
-
-
 class _Sample(NamedTuple):
     """Rows [rows, in] float32 of a matrix, with the Fisher information `outputs` of each [rows]."""
 
@@ -182,7 +166,7 @@ class _Rounding(WindowFisher):
     ) -> None:
         grams = any(isinstance(matrix.method, Gptq) for matrix in layer)
         spaces = {matrix.path: matrix.space for matrix in layer}
-        super().__init__(spaces, grams, windows.fitted, workers, weighed_paths(layer))
+        super().__init__(spaces, grams, windows, workers, weighed_paths(layer))
         self.layer, self.checkpoint, self.wanted = layer, checkpoint, wanted
         self.windows, self.tokens, self.losses = windows, tokens, losses
 
@@ -245,6 +229,28 @@ class _Rounding(WindowFisher):
             return inside
         outside = self.weighed(path, False).cpu()
         return self.windows.expected(inside, outside)
+
+
+class _Guiding:
+    """What a run with `--guided` goes by, gathered of the same gradients as the losses, and kept before these are."""
+
+    def __init__(
+        self, rounding: _Rounding, guidance: LayerGuidance, keep: Callable[[Mapping[str, Tensor]], None]
+    ) -> None:
+        self._rounding, self._guidance, self._keep = rounding, guidance, keep
+
+    def part(self, path: str, x: Tensor, gradient: Tensor, window: int) -> tuple[Window, GuidancePart | None]:
+        guiding = self._guidance.part(path, x, gradient, window) if self._guidance.weighs(path) else None
+        return self._rounding.part(path, x, gradient, window), guiding
+
+    def add(self, path: str, part: tuple[Window, GuidancePart | None], window: int) -> None:
+        self._rounding.add(path, part[0], window)
+        if part[1] is not None:
+            self._guidance.add(path, part[1], window)
+
+    def finish(self, blind: Collection[str]) -> dict[str, Fisher]:
+        self._keep(self._guidance.tensors())
+        return self._rounding.finish(blind)
 
 
 def _sample(matrix: MatrixPlan, fisher: Fisher, checkpoint: Checkpoint) -> _Sample:

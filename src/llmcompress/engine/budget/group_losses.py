@@ -16,14 +16,18 @@ from llmcompress.engine.budget.losses_file import kept_losses
 from llmcompress.engine.budget.matrix_groups import MatrixGroup
 from llmcompress.engine.budget.patterns import CHOSEN
 from llmcompress.engine.budget.type_losses import Losses
+from llmcompress.engine.plan.matrix_plan import followed
 from llmcompress.engine.plan.memory_model import MemoryModel
 from llmcompress.engine.plan.pass_memory import ModelSizes, fit_memory
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.resources import Resources, bounded, host_limits
+from llmcompress.engine.run.guidance import about_guidance
 from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
+from llmcompress.solve.output_feedback import products_bytes
 from llmcompress.store.staging import Staging
+from llmcompress.store.statistics import statistics_entry
 
 _UNMEASURED = {*CHOSEN, "set", "skip", "recover", "qep_alpha", "qep_samples", "head_bits", "embedding_bits"}
 """Options of a step that losses do not hang on."""
@@ -39,16 +43,19 @@ def losses_of(
     base: Plan,
     groups: Sequence[MatrixGroup],
     kept: Path | None,
+    guidance: Path | None,
     ledger: Ledger,
     watch: Callable[[int, int], None],
     begin: Callable[[int], None],
 ) -> Losses:
     """Losses by module and name of grid, read from the file `kept` if it exists, else measured now.
 
-    begin: called before anything is measured with the memory in bytes that measuring will take. Layers that have been
-    measured lie in the plan's work directory until all layers are measured.
+    guidance: a store, in which a run that goes by gradients finds what they say. begin: called before anything is
+    measured with the memory in bytes that measuring will take. Layers that have been measured lie in the plan's work
+    directory until all layers are measured.
     """
-    fisher_run = FisherRun.of(base)
+    guided = base.follows_gradients
+    fisher_run = FisherRun.of(base, as_run=guided)
     step = base.recipe.method
     assert step is not None
     of = {
@@ -56,6 +63,7 @@ def losses_of(
         "text": sha256(fisher_run.tokens.numpy().tobytes()).hexdigest(),
         "method": json.dumps({"name": step.name, **_rounding(step)}, sort_keys=True),
         "number of samples": str(base.recipe.calibration.samples),
+        **({"compute type": fisher_run.dtype} if guided else {}),
     }
     grids = {
         matrix.module: [grid for grid in group.grids if not grid.unrounded]  # which loses nothing
@@ -70,7 +78,12 @@ def losses_of(
         def measured() -> Losses:
             begin(_memory(base, base.resources).peak("host"))
             staged = stack.enter_context(closing(Staging(base.work, identity, restart=base.options.restart)))
-            found = measured_losses(base, fisher_run, grids, staged, ledger, watch)
+            place = None
+            if guided and guidance is not None:
+                place = statistics_entry(guidance, about_guidance(base, fisher_run.text))
+            if place is not None:
+                stack.enter_context(closing(place.folder))
+            found = measured_losses(base, fisher_run, grids, staged, place, ledger, watch)
             done.append(staged)
             return found
 
@@ -95,4 +108,10 @@ def _memory(base: Plan, resources: Resources) -> MemoryModel:
     refs = matrices_of(base.headers, base.options.trust_remote_code, Ledger()).refs
     sizes = ModelSizes.of(base.headers, refs, base.recipe.calibration.length)
     step = base.recipe.method
-    return fit_memory(sizes, resources, compensated=step is not None and step.compensates, sampled=SAMPLED)
+    dtype, products = "float32", [0] * len(base.layers)
+    if base.follows_gradients:
+        dtype = resources.dtype
+        layers = (followed(base.recipe, layer) for layer in base.layers)
+        products = [sum(products_bytes(matrix.entry.out_features) for matrix in layer) for layer in layers]
+    compensated = step is not None and step.compensates
+    return fit_memory(sizes, replace(resources, dtype=dtype), compensated, SAMPLED, products)

@@ -41,7 +41,8 @@ class GridFitRequest:
 
     kl: if given, the smallest result whose expected KL divergence is at most this is sought, within `budget` if that
     has a limit. bits, group_sizes, types: of the grids to choose from. kept: file of losses; where it does not exist,
-    losses are measured and written to it.
+    losses are measured and written to it. guidance: store for what gradients say, of which a run with `--guided` makes
+    use.
     """
 
     budget: Budget
@@ -50,6 +51,7 @@ class GridFitRequest:
     kl: float | None = None
     kept: Path | None = None
     types: Sequence[str] = ("int",)
+    guidance: Path | None = None
 
 
 class ChosenGrid(NamedTuple):
@@ -103,7 +105,7 @@ def fitted_to_grids(
     fitting = _Fitting(recipe, model, options, groups if wanted.budget.bits else measured, wanted.budget)
     smallest = fitting.smallest()
     ledger = Ledger()
-    losses = losses_of(within_memory(base, limit), measured, wanted.kept, ledger, watch, begin)
+    losses = losses_of(within_memory(base, limit), measured, wanted.kept, wanted.guidance, ledger, watch, begin)
     chosen, plan = fitting.least(losses, smallest) if wanted.kl is None else fitting.within(losses, wanted.kl)
     kl = sum(loss for _, _, loss in chosen)
     estimate = plan.estimate

@@ -1,7 +1,6 @@
 """The memory of commands that run text through a model, such as depth, lora and fit: phases, from headers alone."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -121,21 +120,25 @@ def lora_memory(sizes: ModelSizes, resources: Resources, by_outputs: bool) -> Me
     return MemoryModel(memory.process(resources.threads, memory.FLOAT32_ALGEBRA), phases)
 
 
-def fit_memory(sizes: ModelSizes, resources: Resources, compensated: bool, sampled: int) -> MemoryModel:
-    """Of measuring what grids lose. Layers run in float32, a window at a time for each thread.
+def fit_memory(
+    sizes: ModelSizes, resources: Resources, compensated: bool, sampled: int, products: Sequence[int]
+) -> MemoryModel:
+    """Of measuring what grids lose, a window at a time for each thread.
 
-    compensated: whether errors are made up for. sampled: weights of a matrix that are rounded.
+    compensated: whether errors are made up for. sampled: weights of a matrix that are rounded. products: bytes of the
+    products of gradients at the outputs of each layer.
     """
-    resources, shares = replace(resources, dtype="float32"), resources.threads + 1
+    shares = resources.threads + 1
     logits = Term("logits", memory.LOGIT_GRADIENT * memory.HEAD_TOKENS * sizes.vocabulary * resources.threads)
-    phases = [Phase("head being read", [sizes.head("float32")])]
-    phases.append(Phase("head", [Term("head", 4 * sizes.largest[0]), logits]))
-    for layer in sizes.layers:
+    phases = [Phase("head being read", [sizes.head(resources.dtype)])]
+    phases.append(Phase("head", [Term("head", resources.item_bytes * sizes.largest[0]), logits]))
+    for layer, followed in zip(sizes.layers, products, strict=True):
         loaded, kept = _loaded(layer, resources), _kept(layer) if compensated else []
         # of windows that are run, and of those that wait their turn
         gradients = Term("gradients of matrices", loaded.nbytes * shares)
         values = memory.GRADIENT_VALUES * (sizes.hidden + max(matrix.rows for matrix in layer)) * sizes.length
-        phases.append(Phase("backward", [*kept, loaded, gradients, Term("values of windows", values * shares)]))
+        windows = [Term("values of windows", values * shares), Term("products of outputs", followed * (shares + 1))]
+        phases.append(Phase("backward", [*kept, loaded, gradients, *windows]))
         if compensated:
             phases.append(Phase("rounding", [*kept, *_rounding(layer, sampled * shares)]))
     factorised = max(matrix.columns for layer in sizes.layers for matrix in layer) if compensated else 0

@@ -37,12 +37,12 @@ Found = dict[tuple[int, str] | str, Fisher]
 class FisherSum(Protocol[P]):
     """Sums up the Fisher information of one layer's matrices.
 
-    `part` takes the input [..., in] of a matrix and the gradient [..., out] at its output; any thread may call it.
-    `add` and `finish` are called by one thread, in order of the windows' numbers. blind: paths of matrices that ran
-    without gradients.
+    `part` takes the input [..., in] of a matrix and the gradient [..., out] at its output, in one window; any thread
+    may call it. `add` and `finish` are called by one thread, in order of the windows' numbers. blind: paths of matrices
+    that ran without gradients.
     """
 
-    def part(self, x: Tensor, gradient: Tensor) -> P: ...
+    def part(self, path: str, x: Tensor, gradient: Tensor, window: int) -> P: ...
 
     def add(self, path: str, part: P, window: int) -> None: ...
 
@@ -55,7 +55,7 @@ class TokenFisher:
     def __init__(self) -> None:
         self._found: dict[str, Fisher] = {}
 
-    def part(self, x: Tensor, gradient: Tensor) -> Fisher:
+    def part(self, path: str, x: Tensor, gradient: Tensor, window: int) -> Fisher:
         return of_matrix(x, gradient)
 
     def add(self, path: str, part: Fisher, window: int) -> None:
@@ -145,6 +145,9 @@ class _States:
     ) -> None:
         self.folder, self.shape, self.dtype, self.finished = folder, shape, dtype, finished
         self._found: dict[tuple[str, int], Windows] = {}
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     def of(self, kind: str, layer: int) -> Windows:
         return self._found[kind, layer]
@@ -245,9 +248,9 @@ def _layer(
         back = LayerGradient(model, number, layer, paths, gathered.part)
 
         def through() -> Iterator[Tensor]:
-            pairs = zip(*(_on(model, states.of(kind, at)) for kind, at in ((ENTERING, number), (GRADIENT, number + 1))),
-                        strict=True)  # fmt: skip
-            for window, (parts, gradient) in enumerate(workers.in_order(lambda pair: back(*pair), pairs)):
+            kept = [_on(model, states.of(kind, at)) for kind, at in ((ENTERING, number), (GRADIENT, number + 1))]
+            numbered = zip(range(len(states)), *kept, strict=True)
+            for window, (parts, gradient) in enumerate(workers.in_order(lambda item: back(*item), numbered)):
                 for path in paths:
                     for part in parts.get(path, []):
                         gathered.add(path, part, window)

@@ -9,7 +9,7 @@ Gram matrix. What errors of several outputs do together is told by the mean prod
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from llmcompress.engine.plan.matrix_plan import MatrixPlan, followed
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.run.gradient_pass import RECORDED, FinishedLayers, fisher_information
-from llmcompress.engine.run.kept_statistics import gradients_of_run
+from llmcompress.engine.run.kept_statistics import about_gradients
 from llmcompress.engine.run.opened_model import opened_model
 from llmcompress.errors import RunError, StoppedError
 from llmcompress.solve.output_feedback import chunks
@@ -28,7 +28,7 @@ from llmcompress.stats.fisher import Fisher
 from llmcompress.stats.gram import add_products, products_of, symmetric_mean, upper_panels
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.staging import Staging
-from llmcompress.store.statistics import Kept, kept_statistics
+from llmcompress.store.statistics import finished_entry, kept_statistics, statistics_entry
 from llmcompress.workers import Workers
 
 POWER = 0.5
@@ -48,6 +48,8 @@ class Guidance(NamedTuple):
 
 
 NONE = Guidance({}, {})
+GuidancePart = tuple[Tensor, list[Tensor]]
+"""Of a window: squares of gradients [tokens], summed over outputs, and products at each chunk of outputs."""
 
 
 def measured_guidance(
@@ -72,9 +74,11 @@ def measured_guidance(
 
     def measure() -> str | None:
         """Where an earlier run has kept all layers; None where they are in this run's work directory."""
-        kept = _kept(plan, tokens)
-        if kept is not None and kept.complete:
-            return str(kept.path)
+        about, stats = about_guidance(plan, tokens), plan.options.stats
+        kept = None if stats is None else statistics_entry(stats, about)
+        found = kept if kept is not None and kept.complete else finished_entry(beside(plan.work), about)
+        if found is not None:
+            return str(found.path)
         finished, layers = _FinishedGuidance(plan, staged, tokens.shape), range(len(plan.layers))
         missing = [number for number in layers if not finished.has(number)]
         if missing:
@@ -112,21 +116,24 @@ def measured_guidance(
                 kept.write(number, staged.read_guidance(number))
         return None
 
-    found = workers.broadcast(measure)
-    read = staged.read_guidance if found is None else kept_statistics(Path(found)).tensors
+    place = workers.broadcast(measure)
+    read = staged.read_guidance if place is None else kept_statistics(Path(place)).tensors
     return lambda number: _read(read(number)) if number < len(plan.layers) else NONE
 
 
-def _kept(plan: Plan, tokens: Tensor) -> Kept | None:
-    """Where runs on this model and text keep what gradients say; None without `--stats`."""
-    if plan.options.stats is None:
-        return None
+def about_guidance(plan: Plan, tokens: Tensor) -> dict[str, Any]:
+    """What a store says of what gradients say of a plan's model and text, tokens [samples, length]."""
     watched = [
         {"spaces": weighed_paths(plan.layers[number]), "followed": sorted(_followed(plan, number))}
         for number in range(len(plan.layers))
     ]
     windows = len(gradient_windows(*tokens.shape))
-    return gradients_of_run(plan, plan.options.stats, fingerprint(tokens), windows, watched)
+    return about_gradients(plan, fingerprint(tokens), windows, watched)
+
+
+def beside(work: Path) -> Path:
+    """The store in which losses that are measured before a run leave what gradients say. work: of the run."""
+    return work.with_name(f"{work.name}.guidance")
 
 
 def _followed(plan: Plan, number: int) -> set[str]:
@@ -148,6 +155,11 @@ def weighed_paths(layer: Iterable[MatrixPlan]) -> dict[str, str]:
     return {matrix.path: matrix.space for matrix in layer if matrix.follows_gradients and matrix.expert is None}
 
 
+def layer_guidance(plan: Plan, number: int, shape: Sequence[int]) -> "LayerGuidance":
+    """What gathers what gradients say of a layer. shape: of the tokens [samples, length]."""
+    return LayerGuidance(weighed_paths(plan.layers[number]), _followed(plan, number), shape)
+
+
 class _FinishedGuidance(FinishedLayers):
     """The layers whose guidance is in the work directory."""
 
@@ -157,8 +169,7 @@ class _FinishedGuidance(FinishedLayers):
         self._gathering: dict[int, LayerGuidance] = {}
 
     def gathering(self, number: int) -> "LayerGuidance":
-        paths = weighed_paths(self.plan.layers[number])
-        self._gathering[number] = LayerGuidance(paths, _followed(self.plan, number), self.shape)
+        self._gathering[number] = layer_guidance(self.plan, number, self.shape)
         return self._gathering[number]
 
     def seed(self, name: str) -> int:
@@ -188,16 +199,18 @@ class LayerGuidance:
         self._products: dict[str, list[Tensor]] = {}
         self._seen: dict[str, int] = {}
 
-    def part(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Sums of squares [tokens] of a window's gradients [..., out], and their products at each chunk of outputs.
-
-        Of these the upper triangle counts.
-        """
+    def part(self, path: str, x: Tensor, gradient: Tensor, window: int) -> GuidancePart:
+        """Of a window's gradients [..., out]. Of products the upper triangle counts; of matrices that are not followed
+        there are none."""
         rows = gradient.reshape(-1, gradient.shape[-1])
-        products = [_products(rows[:, some]) for some in chunks(rows.shape[1])] if self._followed else []
+        products = [_products(rows[:, some]) for some in chunks(rows.shape[1])] if path in self._followed else []
         return rows.to(torch.float32).square().sum(dim=-1).cpu(), products
 
-    def add(self, path: str, part: tuple[Tensor, list[Tensor]], window: int) -> None:
+    def weighs(self, path: str) -> bool:
+        """Whether gradients at the outputs of a matrix are wanted."""
+        return path in self._spaces
+
+    def add(self, path: str, part: GuidancePart, window: int) -> None:
         squares, products = part
         space = self._spaces[path]
         if squares.numel() != self._length:

@@ -40,16 +40,14 @@ def reusable_statistics(plan: Plan, store: Path, tokens: str, before: str | None
     return next((kept for kept in whole if all(kept.has(n, spaces) for n, spaces in enumerate(wanted))), None)
 
 
-def gradients_of_run(
-    plan: Plan, store: Path, tokens: str, windows: int, watched: Sequence[Mapping[str, Any]]
-) -> Kept | None:
-    """The place in the store of what gradients say of this model and text; None while another run keeps them there.
+def about_gradients(plan: Plan, tokens: str, windows: int, watched: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a store says of what gradients say of this model and text.
 
     The gradients are of the model as it was, but for rotations, which come before them, so that runs that do other
     things to it find the same there. tokens: hash of the calibration tokens. windows: how many of them gradients are
     of. watched: what is gathered of every layer, as plain data.
     """
-    about = {
+    return {
         "gradients_of": plan.headers.contents,
         "tokens": tokens,
         "windows": windows,
@@ -61,7 +59,6 @@ def gradients_of_run(
         "layers": len(plan.layers),
         "steps": ["gradients"],
     }
-    return statistics_entry(store, about)
 
 
 def note_reuse(plan: Plan, kept: Kept, ledger: Ledger) -> None:
