@@ -53,17 +53,17 @@ class FisherRun:
     checkpoint: Checkpoint
 
     @classmethod
-    def of(cls, plan: Plan, as_run: bool = False) -> "FisherRun":
+    def of(cls, plan: Plan, samples: int | None = SAMPLES, dtype: str = "float32") -> "FisherRun":
         """With the text of the plan's recipe; PlanError where the text cannot be read.
 
-        Of SAMPLES windows in float32; or with all windows whose gradients the run itself goes by, as it runs them.
+        samples: how many windows, of those that the recipe asks for; None for all whose gradients the run goes by.
         """
-        text, dtype = plan.recipe.calibration, plan.dtype if as_run else "float32"
-        if not as_run:
-            text = text.model_copy(update={"samples": min(text.samples, SAMPLES)})
+        text = plan.recipe.calibration
+        if samples is not None:
+            text = text.model_copy(update={"samples": min(text.samples, samples)})
         check_model(plan.headers, plan.spec, plan.options, dtype, tiled_attention=False)
         tokens = tokens_for(text, plan.headers.path, dtype, plan.options.trust_remote_code)
-        windows = gradient_windows(*tokens.shape) if as_run else range(len(tokens))
+        windows = gradient_windows(*tokens.shape) if samples is None else range(len(tokens))
         return cls(plan, tokens, windows, dtype, open_checkpoint(plan.headers))
 
     @property

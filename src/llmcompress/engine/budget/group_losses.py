@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from llmcompress.engine.budget.fisher_run import FisherRun
+from llmcompress.engine.budget.fisher_run import SAMPLES, FisherRun
 from llmcompress.engine.budget.grid_losses import SAMPLED, measured_losses
 from llmcompress.engine.budget.losses_file import kept_losses
 from llmcompress.engine.budget.matrix_groups import MatrixGroup
@@ -28,6 +28,10 @@ from llmcompress.methods.base import Method
 from llmcompress.solve.output_feedback import products_bytes
 from llmcompress.store.staging import Staging
 from llmcompress.store.statistics import statistics_entry
+
+FITTED_TO = 64
+"""Windows that a method is fitted to and judged on, of those that a recipe asks for: fitted to a few of them, matrices
+lose up to twice what they lose in the run, some much more than others, so that grids are chosen wrongly."""
 
 _UNMEASURED = {*CHOSEN, "set", "skip", "recover", "qep_alpha", "qep_samples", "head_bits", "embedding_bits"}
 """Options of a step that losses do not hang on."""
@@ -54,16 +58,17 @@ def losses_of(
     measured with the memory in bytes that measuring will take. Layers that have been measured lie in the plan's work
     directory until all layers are measured.
     """
-    guided = base.follows_gradients
-    fisher_run = FisherRun.of(base, as_run=guided)
     step = base.recipe.method
     assert step is not None
+    guided, fitted = base.follows_gradients, step.compensates
+    samples = None if guided else FITTED_TO if fitted else SAMPLES
+    fisher_run = FisherRun.of(base, samples, _dtype(base))
     of = {
         "model": base.headers.contents,
         "text": sha256(fisher_run.tokens.numpy().tobytes()).hexdigest(),
         "method": json.dumps({"name": step.name, **_rounding(step)}, sort_keys=True),
         "number of samples": str(base.recipe.calibration.samples),
-        **({"compute type": fisher_run.dtype} if guided else {}),
+        **({"compute type": fisher_run.dtype} if fitted else {}),
     }
     grids = {
         matrix.module: [grid for grid in group.grids if not grid.unrounded]  # which loses nothing
@@ -108,10 +113,17 @@ def _memory(base: Plan, resources: Resources) -> MemoryModel:
     refs = matrices_of(base.headers, base.options.trust_remote_code, Ledger()).refs
     sizes = ModelSizes.of(base.headers, refs, base.recipe.calibration.length)
     step = base.recipe.method
-    dtype, products = "float32", [0] * len(base.layers)
-    if base.follows_gradients:
-        dtype = resources.dtype
-        layers = (followed(base.recipe, layer) for layer in base.layers)
-        products = [sum(products_bytes(matrix.entry.out_features) for matrix in layer) for layer in layers]
+    layers = (followed(base.recipe, layer) for layer in base.layers)
+    products = [sum(products_bytes(matrix.entry.out_features) for matrix in layer) for layer in layers]
     compensated = step is not None and step.compensates
-    return fit_memory(sizes, replace(resources, dtype=dtype), compensated, SAMPLED, products)
+    return fit_memory(sizes, replace(resources, dtype=_dtype(base)), compensated, SAMPLED, products)
+
+
+def _dtype(base: Plan) -> str:
+    """The type in which windows run: that of the run where it goes by their gradients.
+
+    float16 has no place for small gradients. A method that compensates nothing is measured on few windows.
+    """
+    step = base.recipe.method
+    quick = step is not None and step.compensates and base.dtype != "float16"
+    return base.dtype if quick or base.follows_gradients else "float32"
