@@ -84,7 +84,7 @@ def smaller(words):
         unsaid = [option for option in unsaid if option not in ("--samples", "--length")]
     if "--evaluate" not in words:
         unsaid = [option for option in unsaid if option != "--eval-windows"]
-    if "--kind" not in words:
+    if "prune" not in words:
         unsaid = [option for option in unsaid if option != "--layers"]
     words += [word for option in unsaid for word in (option, str(sizes[option]))]
     writes = "--overwrite" in known and words[0] not in ("eval", "plan")  # what a command before may have written

@@ -168,7 +168,8 @@ class DraftLearner:
         before = entering[0].to("cpu", torch.float32)
         normed = before / before.square().mean(dim=-1, keepdim=True).sqrt().clamp(min=1e-20)
         gains = (read.square().mean(dim=0) / normed.square().mean(dim=0).clamp(min=1e-12)).sqrt()
-        slope = float((logits * given).sum() / given.square().sum().clamp(min=1e-20))
+        known = logits.isfinite()  # tokens that are ruled out have no finite ones
+        slope = float((logits[known] * given[known]).sum() / given[known].square().sum().clamp(min=1e-20))
         span = slice(0, min(_WINDOWS, len(self.tokens)))
         held = [item.read(span).to(torch.float32).flatten(0, 1) for item in self.auxiliary]
         states = torch.cat(held, dim=-1) if held else read
