@@ -190,7 +190,7 @@ def draft_memory(
         Term("head of the draft", learnt * (5 * 4 + item)),
     ]
     chances = depths * memory.DRAFT_LOGITS * head.vocabulary
-    scores = depths * (4 + item) * head.scores * sizes.length
+    scores = depths * memory.DRAFT_SCORES * head.scores * sizes.length
     values = Term("values of windows", (chances + scores + width * head.values) * sizes.length * threads)
     gradients = Term("gradients", learnt * (4 + item) * (threads + 1))
     logits = Term("logits", memory.LOGIT_DIVERGENCE * memory.HEAD_TOKENS * sizes.vocabulary * threads)
