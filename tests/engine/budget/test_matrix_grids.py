@@ -230,6 +230,7 @@ def test_windows_are_held_back_and_what_is_expected_lies_between_both_kinds_of_l
     assert WindowSplit.of(128, 128) == (112, 16, 128)
     split = WindowSplit.of(128, 128)
     assert [window for window in range(128) if split.judges(window)] == [*range(16), *range(112, 128)]
+    assert (split.judging, WindowSplit.of(16, 16).judging) == (32, 16)
     true, gap = 5.0, 24.0  # l and c of l - c / n inside and l + c / n outside
     for later in (16, 64, 128):
         inside, outside = torch.tensor(true - gap / 12), torch.tensor(true + gap / 12)

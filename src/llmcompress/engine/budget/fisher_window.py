@@ -14,18 +14,18 @@ from llmcompress.stats.fisher import Fisher, of_window
 from llmcompress.stats.gram import Gram
 from llmcompress.workers import Workers
 
-JUDGED = 16  # windows, of those fitted to and of those held back, whose products judge errors: these products cost most
+JUDGED = 16  # windows, of those fitted to and of those held back, that tell losses at most
 
 
 class Window(NamedTuple):
-    """What a window shows of a matrix: its gradient [out, in].
+    """What a window shows of a matrix.
 
-    x: its inputs [tokens, in], where those are needed. squares: of the gradients at its outputs, summed over these
-    [tokens], where tokens are weighed.
+    gradient: [out, in], where the window tells losses. x: its inputs [tokens, in], where those are needed. squares: of
+    the gradients at its outputs, summed over these [tokens], where tokens are weighed.
     """
 
     x: Tensor | None
-    gradient: Tensor
+    gradient: Tensor | None
     squares: Tensor | None
 
 
@@ -55,8 +55,13 @@ class WindowSplit(NamedTuple):
         back = min(max(1, windows // 4), windows - 1, JUDGED)
         return cls(windows - back, back, max(later, windows))
 
+    @property
+    def judging(self) -> int:
+        """How many windows tell losses."""
+        return min(self.fitted, JUDGED) + self.back
+
     def judges(self, window: int) -> bool:
-        """Whether errors are judged by a window: by the first of those that are fitted to, and by those held back."""
+        """Whether a window tells losses: the first of those that are fitted to do, and those that are held back."""
         return window < JUDGED or window >= self.fitted
 
     def expected(self, inside: Tensor, outside: Tensor) -> Tensor:
@@ -73,9 +78,9 @@ class WindowFisher:
     """Sums over windows, the tokens of a window together; with Gram matrices, for methods that compensate errors.
 
     spaces: space of each path. grams: whether Gram matrices are summed up; experts of a layer share one, since a single
-    expert sees too few tokens. windows: those that are not fitted to show what errors do to other text. workers: share
-    the sums. guided: those of `spaces` by whose gradients tokens are weighed in the Gram matrix of their space, as in a
-    run with `--guided`.
+    expert sees too few tokens. windows: of those that are not fitted to, and of some of the others, gradients show what
+    errors do to text that was fitted to, and to other text. workers: share the sums. guided: those of `spaces` by
+    whose gradients tokens are weighed in the Gram matrix of their space, as in a run with `--guided`.
     """
 
     def __init__(
@@ -98,13 +103,16 @@ class WindowFisher:
     def part(self, path: str, x: Tensor, gradient: Tensor, window: int) -> Window:
         rows, slopes = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         squares = slopes.square().sum(dim=1) if self._guided else None
-        return Window(rows if self._grams else None, slopes.T @ rows, squares)
+        product = slopes.T @ rows if self._windows.judges(window) else None
+        return Window(rows if self._grams else None, product, squares)
 
     def add(self, path: str, part: Window, window: int) -> None:
-        fisher, fitted = of_window(part.gradient), window < self._windows.fitted
-        self._found[path] = self._found[path].plus(fisher) if path in self._found else fisher
-        if self._grams and self._windows.judges(window):
-            self._sum(self._weighed[fitted], without_numbers(path), part.gradient)
+        fitted = window < self._windows.fitted
+        if part.gradient is not None:
+            fisher = of_window(part.gradient)
+            self._found[path] = self._found[path].plus(fisher) if path in self._found else fisher
+            if self._grams:
+                self._sum(self._weighed[fitted], without_numbers(path), part.gradient)
         if part.x is not None and fitted:
             if self._read[path] in self._readers:
                 if path in self._guided and part.squares is not None:

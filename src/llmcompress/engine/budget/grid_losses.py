@@ -62,7 +62,7 @@ def measured_losses(
     paths = [[matrix.path for matrix in layer] for layer in plan.layers]
     of, kept = 2 * len(paths) + 1, _LossSections(staged)
     windows = WindowSplit.of(len(fisher_run.windows), plan.recipe.calibration.samples)
-    tokens = len(fisher_run.windows) * fisher_run.text.shape[1]
+    tokens = windows.judging * fisher_run.text.shape[1]
 
     def gathering(number: int, workers: Workers) -> "_Rounding | _Guiding":
         losses = kept.losses[number] = {
