@@ -13,7 +13,7 @@ themselves: inputs hold the errors of whatever was done to the matrices before t
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,10 +164,10 @@ def kept_statistics(path: Path) -> Kept:
 
 
 def remove_store(store: Path) -> None:
-    """Delete a store with all statistics in it, where there is one; PlanError while a run fills them."""
+    """Delete all statistics in a store, and the store where nothing else is in it; PlanError while a run fills them."""
     for kept in all_statistics(store):
         kept.remove()
-    if store.exists():
+    with suppress(OSError):  # there is none, or something else is in it
         store.rmdir()
 
 
