@@ -64,7 +64,7 @@ def verify(out: Path, source: Path | None = None, adapter: Path | None = None) -
     try:
         tensors = read_tensors(out)
         config = read_json(out / (_ADAPTER if is_adapter else "config.json"))
-        form = "lora" if is_adapter else draft_form(config) or format_of(config)
+        form = "lora" if is_adapter else str(draft_form(config) or format_of(config))
     except (DamageError, OSError) as error:
         return [Check("files", False, str(error))]
     checks = [

@@ -20,7 +20,7 @@ JUDGED = 16  # windows, of those fitted to and of those held back, that tell los
 class Window(NamedTuple):
     """What a window shows of a matrix.
 
-    gradient: [out, in], where the window tells losses. x: its inputs [tokens, in], where those are needed. squares: of
+    gradient: [out, in], where the window tells losses. x: its inputs [tokens, in], where it is fitted to. squares: of
     the gradients at its outputs, summed over these [tokens], where tokens are weighed.
     """
 
@@ -102,20 +102,20 @@ class WindowFisher:
 
     def part(self, path: str, x: Tensor, gradient: Tensor, window: int) -> Window:
         rows, slopes = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        squares = slopes.square().sum(dim=1) if self._guided else None
+        fitted = window < self._windows.fitted
+        squares = slopes.square().sum(dim=1) if fitted and path in self._guided else None
         product = slopes.T @ rows if self._windows.judges(window) else None
-        return Window(rows if self._grams else None, product, squares)
+        return Window(rows if fitted and self._grams else None, product, squares)
 
     def add(self, path: str, part: Window, window: int) -> None:
-        fitted = window < self._windows.fitted
         if part.gradient is not None:
-            fisher = of_window(part.gradient)
+            fisher, fitted = of_window(part.gradient), window < self._windows.fitted
             self._found[path] = self._found[path].plus(fisher) if path in self._found else fisher
             if self._grams:
                 self._sum(self._weighed[fitted], without_numbers(path), part.gradient)
-        if part.x is not None and fitted:
+        if part.x is not None:
             if self._read[path] in self._readers:
-                if path in self._guided and part.squares is not None:
+                if part.squares is not None:
                     self._wait(path, part.x, part.squares, window)
             elif self._owners.setdefault(self._read[path], path) == path:
                 self._sum(self._seen, self.spaces[path], part.x)

@@ -16,16 +16,15 @@ from llmcompress.engine.budget.losses_file import kept_losses
 from llmcompress.engine.budget.matrix_groups import MatrixGroup
 from llmcompress.engine.budget.patterns import CHOSEN
 from llmcompress.engine.budget.type_losses import Losses
-from llmcompress.engine.plan.matrix_plan import followed
 from llmcompress.engine.plan.memory_model import MemoryModel
 from llmcompress.engine.plan.pass_memory import ModelSizes, fit_memory
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.resources import Resources, bounded, host_limits
+from llmcompress.engine.plan.run_memory import output_products
 from llmcompress.engine.run.guidance import about_guidance
 from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
-from llmcompress.solve.output_feedback import products_bytes
 from llmcompress.store.staging import Staging
 from llmcompress.store.statistics import statistics_entry
 
@@ -113,8 +112,7 @@ def _memory(base: Plan, resources: Resources) -> MemoryModel:
     refs = matrices_of(base.headers, base.options.trust_remote_code, Ledger()).refs
     sizes = ModelSizes.of(base.headers, refs, base.recipe.calibration.length)
     step = base.recipe.method
-    layers = (followed(base.recipe, layer) for layer in base.layers)
-    products = [sum(products_bytes(matrix.entry.out_features) for matrix in layer) for layer in layers]
+    products = [output_products(base.recipe, layer) for layer in base.layers]
     compensated = step is not None and step.compensates
     return fit_memory(sizes, replace(resources, dtype=_dtype(base)), compensated, SAMPLED, products)
 

@@ -38,6 +38,11 @@ def memory_of_run(headers: ModelHeaders, recipe: Recipe, layers: Sequence[Layer]
     return (_GpuRunMemory if resources.gpu else RunMemory)(headers, recipe, layers, resources)
 
 
+def output_products(recipe: Recipe, layer: Layer) -> int:
+    """Bytes of the products of gradients at the outputs of a layer."""
+    return sum(products_bytes(plan.entry.out_features) for plan in followed(recipe, layer))
+
+
 class RunMemory:
     """The memory of a run on a processor: terms of its phases.
 
@@ -180,7 +185,7 @@ class RunMemory:
 
     def products(self, layer: Layer) -> int:
         """Bytes of the products of gradients at the outputs of a layer."""
-        return sum(products_bytes(plan.entry.out_features) for plan in followed(self.recipe, layer))
+        return output_products(self.recipe, layer)
 
     def feedback(self, layer: Layer, plan: MatrixPlan, weights: int) -> Term:
         """Those products, and the errors of the weights that are solved as one, the last of whose matrices is given."""

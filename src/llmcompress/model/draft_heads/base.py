@@ -69,6 +69,12 @@ class TargetSample(NamedTuple):
     gains: Tensor
     slope: float
 
+    @property
+    def sizes(self) -> Tensor:
+        """The root mean square [width] of each channel of the states, as a share of that of all of the last state."""
+        found = self.states.square().mean(dim=0).sqrt()
+        return (found / found[-self.rows.shape[1] :].square().mean().sqrt()).clamp(min=1e-3)
+
 
 class DraftHead(Protocol):
     """A head on its weights. Outputs are what `logits` takes."""

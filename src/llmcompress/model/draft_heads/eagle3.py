@@ -353,11 +353,9 @@ class _Eagle3:
                 found[name] = LearntTensor.of(drawn)
         fused = torch.zeros(shape.matrices[_FUSED])
         fused[:, -shape.hidden :] = torch.eye(shape.hidden)
-        sizes = target.states.square().mean(dim=0).sqrt()  # of all channels, as a share of those of the last state
-        sizes = (sizes / sizes[-shape.hidden :].square().mean().sqrt()).clamp(min=1e-3)
         return {
             **found,
-            _FUSED: LearntTensor.of(fused, sizes),
+            _FUSED: LearntTensor.of(fused, target.sizes),
             "norm.weight": LearntTensor.of(target.gains * CALM),
             HEAD_WEIGHT: LearntSlowly.of(target.rows),
         }

@@ -153,8 +153,7 @@ class _Medusa:
 
     def start(self, shape: MedusaShape, target: TargetSample, seed: int) -> dict[str, LearntTensor]:
         """Blocks that change nothing, and the target's head."""
-        sizes = target.states.square().mean(dim=0).sqrt()
-        sizes = (sizes / sizes.square().mean().sqrt()).clamp(min=1e-3)
+        sizes = target.sizes
         blocks = {name: LearntTensor.of(torch.zeros(size), sizes) for name, size in shape.matrices.items()}
         return {**blocks, HEAD_WEIGHT: LearntSlowly.of(target.rows * (CALM * target.slope))}
 
